@@ -1,0 +1,90 @@
+"""The body: change the memory format of a model's convolution weights and of image batches. Works in any loop.
+
+Source of the method: PyTorch's channels_last memory format, used throughout NVIDIA's MLPerf v2.0 vision submissions,
+whose tensor-core convolutions take NHWC and transpose anything else.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fasttrain.optimization import Change
+
+CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+def convolutions_to_change(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return path and module of each 2-d convolution whose weight would have other strides in channels_last.
+
+    A weight of shape (O, I, H, W) with I = 1 or H = W = 1 has the same order of elements in both formats.
+    """
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, CONVOLUTIONS) and not isinstance(module.weight, nn.UninitializedParameter)
+        and _differs(module.weight)
+    ]  # fmt: skip
+
+
+def to_channels_last(model: nn.Module) -> list[Change]:
+    """Put every 2-d convolution weight into channels_last, in place; return what changed.
+
+    Values, parameter objects, names and the state dict stay the same, and optimizers keep their parameters.
+    """
+    changes = []
+    for path, module in convolutions_to_change(model):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        # The parameter object stays, so that an optimizer made earlier still holds it.
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        if weight.grad is not None:
+            weight.grad.data = weight.grad.data.contiguous(memory_format=torch.channels_last)
+        changes.append(Change(f"{path}.weight", "channels_last"))
+    return changes
+
+
+def batch_to_channels_last(batch: Any) -> Any:
+    """Return the batch with its 4-d floating-point or uint8 tensors of 2 or more channels in channels_last.
+
+    Looks into mappings, sequences, named tuples and dataclasses; everything else is handed on as it is.
+    """
+    if isinstance(batch, Tensor):
+        return batch.contiguous(memory_format=torch.channels_last) if is_image(batch) else batch
+    if isinstance(batch, Mapping):
+        made = {key: batch_to_channels_last(value) for key, value in batch.items()}
+        return made if type(batch) is dict else type(batch)(made)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(batch_to_channels_last(value) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(batch_to_channels_last(value) for value in batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{f.name: batch_to_channels_last(getattr(batch, f.name)) for f in fields(batch)})
+    return batch
+
+
+def images_in(batch: Any) -> Iterable[Tensor]:
+    """Yield the tensors of a batch that `batch_to_channels_last` would convert."""
+    if isinstance(batch, Tensor):
+        if is_image(batch):
+            yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from images_in(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from images_in(value)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from images_in(getattr(batch, field.name))
+
+
+def is_image(tensor: Tensor) -> bool:
+    """Whether a tensor is a batch of images or feature maps: 4-d, of two channels or more, floating or uint8."""
+    return tensor.dim() == 4 and tensor.shape[1] > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
+
+
+def _differs(weight: Tensor) -> bool:
+    return weight.dim() == 4 and not weight.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,107 @@
+"""When channels_last applies, and its two doors: a Lightning callback and the plan's optimization."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+
+from fasttrain.callbacks.channels_last.layout import (
+    batch_to_channels_last,
+    convolutions_to_change,
+    images_in,
+    to_channels_last,
+)
+from fasttrain.errors import OptimizationError
+from fasttrain.measure import StepProbe
+from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
+from fasttrain.trainer import transform_batches
+
+
+@dataclass(frozen=True)
+class ChannelsLastConfig:
+    """How channels_last decides."""
+
+    measure: bool = True
+    """Time the training step in both formats first, on this machine, and refuse where it is not faster."""
+    least_gain: float = 0.02
+    """The share of step time that must be saved; below it the difference is noise."""
+
+
+class ChannelsLast(pl.Callback):
+    """Trains in channels_last: `Trainer(callbacks=[ChannelsLast()])`.
+
+    Converts the weights of 2-d convolutions once, before the optimizer is made, and each batch after it has reached
+    the device. Results are equal up to the rounding of another convolution kernel.
+
+    Raises:
+        OptimizationError: at `setup`, when no convolution would change.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Convert the weights and, from here on, the batches."""
+        if not self.changes:
+            self.changes = to_channels_last(pl_module)
+            if not self.changes:
+                raise OptimizationError(
+                    f"channels_last: {type(pl_module).__name__} has no 2-d convolution with a weight that is not in "
+                    "channels_last already; leave it out."
+                )
+        transform_batches(trainer, batch_to_channels_last)
+
+
+class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
+    """The plan's door."""
+
+    name: ClassVar[str] = "channels_last"
+    summary: ClassVar[str] = "convolutions and image batches in NHWC memory format, where that measures faster"
+    config_class: ClassVar[type[Any]] = ChannelsLastConfig
+    stage: ClassVar[Stage] = Stage.MODEL
+    grade = "same numbers"
+
+    def __init__(self, config: ChannelsLastConfig) -> None:
+        super().__init__(config)
+        self.callback = ChannelsLast()
+
+    def check(self, context: Context) -> Verdict:
+        """Refuse where nothing would change, or where the step measures no faster."""
+        sites = convolutions_to_change(context.module)
+        if not sites:
+            return Refuses(f"{type(context.module).__name__} has no 2-d convolution whose weight would change")
+        if not self.config.measure:
+            return Applies(f"{len(sites)} convolution weights; not measured, as asked")
+        if context.example is None:
+            return Refuses("there is no batch to measure with; set optimizations.channels_last.measure=false to trust")
+        batch = context.example()
+        if not any(True for _ in images_in(batch)):
+            return Refuses("the batch holds no 4-d tensor of two or more channels, so nothing would be fed to it")
+        return self._compare(StepProbe(context.module, batch, context.hardware.device), len(sites))
+
+    def attach(self, context: Context) -> Attachment:
+        """Hand over the callback."""
+        return Attachment(callbacks=[self.callback])
+
+    def applied(self) -> Sequence[Change]:
+        """Return the converted weights."""
+        return self.callback.changes
+
+    def _compare(self, probe: StepProbe, sites: int) -> Verdict:
+        def convert(module: pl.LightningModule, batch: Any) -> Any:
+            to_channels_last(module)
+            return batch_to_channels_last(batch)
+
+        try:
+            plain, ours = probe(), probe(convert)
+        except Exception as error:  # the user's step may need a Trainer, which a probe has not
+            return Refuses(
+                f"the step could not be measured outside of a Trainer ({type(error).__name__}: {error}); "
+                "set optimizations.channels_last.measure=false to use it unmeasured"
+            )
+        times = f"{ours.median_ms:.3g} ms a step against {plain.median_ms:.3g}"
+        gain = 1 - ours.median_ms / plain.median_ms
+        if gain < self.config.least_gain:
+            return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {self.config.least_gain:+.0%} wanted)")
+        return Applies(f"{sites} convolution weights; measured {times} ({plain.median_ms / ours.median_ms:.2f} times)")

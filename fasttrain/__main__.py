@@ -1,0 +1,5 @@
+"""`python -m fasttrain` is `fasttrain`."""
+
+from fasttrain.cli import main
+
+main()

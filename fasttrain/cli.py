@@ -1,0 +1,208 @@
+"""The command line. Imports that take seconds happen inside the commands, so that `--help` comes at once."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fasttrain.errors import ConfigError, FasttrainError
+
+app = typer.Typer(
+    name="fasttrain",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Train Lightning recipes with the optimizations of NVIDIA's MLPerf submissions.
+
+    [bold]fasttrain fit retinanet[/]                         train a recipe, by name or path
+    [bold]fasttrain fit mine.yaml trainer.max_epochs=3[/]    change any value: key=value after the recipe
+    [bold]fasttrain explain retinanet[/]                     every value, where it came from, and the plan
+    [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
+    """,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Override any value: data.batch_size=8, trainer.max_epochs=3, module.levels='[3,4,5]', "
+        "optimizations.channels_last=false, optimizations=none. `fasttrain explain RECIPE` lists the keys.",
+        show_default=False,
+    ),
+]
+RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with fasttrain.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+@app.command()
+def fit(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A recipe's file, or the name of one that comes with fasttrain.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder for the results; default runs/RECIPE/TIME.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Run folder to go on with, exactly where it stopped.", show_default=False)
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe to its target.
+
+    The run folder gets config.yaml (which `fit` runs again), environment.json, plan.json, metrics.csv, result.json,
+    plots, sample predictions and checkpoints. Ctrl-C stops with a checkpoint; --resume goes on from it.
+    """
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.fit import fit as run_fit
+    from fasttrain.recipe import find_recipe, resolve
+    from fasttrain.results import RunFolder
+
+    items = list(overrides or [])
+    if resume is not None:
+        if recipe is not None:
+            items.insert(0, recipe)  # the recipe is the run folder's own; what stands in its place is an override
+        if run_dir is not None:
+            raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out.")
+        file = RunFolder.existing(resume).path / "config.yaml"
+    elif recipe is None:
+        raise ConfigError("name a recipe: `fasttrain fit retinanet`, a YAML file, or --resume with a run folder.")
+    else:
+        file = find_recipe(recipe)
+    outcome = run_fit(resolve(file, items), CATALOGUE, run_dir=run_dir, resume=resume, quiet=quiet)
+    if outcome.result["status"] == "interrupted":
+        raise typer.Exit(130)
+
+
+@app.command()
+def validate(
+    run: Annotated[Path, typer.Argument(help="A run folder (its best checkpoint is scored), or a checkpoint in one.")],
+    overrides: Overrides = None,
+    quiet: Quiet = False,
+) -> None:
+    """Score a checkpoint on its run's validation data, or on other data by overrides."""
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.validate import validate as run_validate
+
+    scores = run_validate(run, overrides or [], CATALOGUE, quiet=quiet)
+    console = Console()
+    for name, value in scores.items():
+        console.print(f"{name} {value:.4f}", highlight=False)
+
+
+@app.command()
+def explain(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Show every value with where it came from, and the plan: each optimization applies, or why not."""
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.explain import explain as show
+    from fasttrain.recipe import find_recipe, resolve
+    from fasttrain.run import prepare
+
+    resolved = resolve(find_recipe(recipe), overrides or [])
+    show(resolved, prepare(resolved, CATALOGUE).plan, Console())
+
+
+@app.command("list")
+def list_() -> None:
+    """List the recipes and the optimizations that come with fasttrain."""
+    from rich.table import Table
+
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.config import load_layer
+    from fasttrain.recipe import recipe_names
+
+    console = Console()
+    recipes = Table("recipe", "what", box=None, pad_edge=False, header_style="bold")
+    for name, path in recipe_names().items():
+        recipes.add_row(name, str(load_layer(path).values.get("summary", "")))
+    rooms = Table("optimization", "what", "grade", "stage", box=None, pad_edge=False, header_style="bold")
+    for name, room in CATALOGUE.items():
+        rooms.add_row(name, room.summary, room.grade, room.stage.name.lower())
+    console.print(recipes)
+    console.print()
+    console.print(rooms)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("report.html"),
+) -> None:
+    """Print tables of one or more runs and write them, with plots and pictures, as one self-contained HTML page."""
+    from fasttrain.report import load_run, print_report
+    from fasttrain.report_page import write_page
+
+    loaded = [load_run(run) for run in runs]
+    print_report(loaded)
+    write_page(loaded, out)
+    Console().print(f"page: {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SUBJECT[/CASE]]...", help="Rooms or recipes.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file to append the rows to.", show_default=False)] = None,
+    show: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
+) -> None:
+    """Measure rooms and recipes: plain, ours, peers and the floor, side by side on this machine."""
+    import torch
+
+    from fasttrain.bench import choose_cases, find_cases, run_cases
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.measure import write_rows
+    from fasttrain.recipe import recipe_names
+
+    console = Console()
+    packages = [f"fasttrain.callbacks.{name}" for name in CATALOGUE]
+    packages += [f"fasttrain.recipes.{name}" for name in recipe_names()]
+    cases = choose_cases(find_cases(packages), names or [])
+    if show:
+        for case in cases:
+            console.print(f"{case.subject}/{case.name}  {case.summary}", highlight=False)
+        return
+    for case, rows in run_cases(cases, torch.cuda.is_available()):
+        if rows is None:
+            console.print(f"{case.subject}/{case.name}: skipped, it needs a GPU", style="yellow", highlight=False)
+            continue
+        for row in rows:
+            console.print(
+                f"{row.subject}/{row.case}  {row.variant:<10} {row.metric} {row.value:.4g} {row.unit} "
+                f"(p10 {row.p10:.4g}, p90 {row.p90:.4g}, {row.repeats} repeats) {row.note}",
+                highlight=False,
+            )
+        if out is not None:
+            write_rows(out, rows)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from fasttrain import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line; a user's error is one sentence on standard error and exit status 2."""
+    # Lets a recipe name classes of the project that fasttrain is started in.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        app(arguments)
+    except FasttrainError as error:
+        Console(stderr=True).print(f"[red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

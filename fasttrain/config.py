@@ -1,0 +1,255 @@
+"""A run's configuration: typed values, merged from layers, judged, and each with a record of where it came from.
+
+    schema defaults < configs/base < recipe < optimizations fragment < hardware < preset < command line
+
+The schema of the `module` and `data` sections is read off the class that the section names: a single dataclass
+parameter is the schema, otherwise every parameter of `__init__` is a key. So a user's own Lightning classes get the
+same checks as ours, without a line for us in their code.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fasttrain.errors import ConfigError, nearest
+
+CONFIGS = Path(__file__).parent / "configs"
+RECIPES = Path(__file__).parent / "recipes"
+
+Container = DictConfig | ListConfig
+
+
+@dataclass
+class TargetConfig:
+    """The score at which a run has done its work and stops."""
+
+    metric: str = "???"
+    """Name under which the module logs the score."""
+    value: float = "???"  # type: ignore[assignment]
+    mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller score is better."""
+    stop: bool = True
+    """Stop as soon as it is reached; otherwise only record when that was."""
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run's state is written, besides at the end of every epoch, on Ctrl-C and at the end."""
+
+    every_n_steps: int | None = None
+    every_n_minutes: float | None = 10.0
+
+
+@dataclass
+class TrainerConfig:
+    """Arguments of lightning.Trainer, under Lightning's own names."""
+
+    accelerator: str = "auto"
+    devices: Any = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "32-true"
+    max_epochs: int | None = None
+    max_steps: int = -1
+    max_time: str | None = None
+    """Wall time after which to stop, as DD:HH:MM:SS."""
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    check_val_every_n_epoch: int | None = 1
+    val_check_interval: Any = None
+    limit_train_batches: Any = None
+    limit_val_batches: Any = None
+    log_every_n_steps: int = 10
+    num_sanity_val_steps: int = 0
+    deterministic: Any = None
+    benchmark: bool | None = None
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+
+
+@dataclass
+class RunConfig:
+    """Everything that a run is made from; `config.yaml` in the run folder is one of these."""
+
+    recipe: str = "???"
+    """Name of the recipe, for titles and folders."""
+    summary: str = ""
+    """One line for `fasttrain list`."""
+    seed: int = 0
+    module: Any = None
+    """`class` (a LightningModule by its dotted path) and that class's own parameters."""
+    data: Any = None
+    """`class` (a LightningDataModule by its dotted path) and that class's own parameters."""
+    target: TargetConfig | None = None
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    loggers: list[Any] = field(default_factory=list)
+    """`tensorboard`, `csv`, or a mapping of `class` and arguments of any Lightning logger."""
+    optimizations: dict[str, Any] = field(default_factory=dict)
+    """Name of a room -> its parameters; null or false leaves it out."""
+    refused_optimizations: Literal["report", "error"] = "report"
+    """What to do when one that was asked for does not apply here."""
+    hardware: str = "auto"
+    """A file of configs/hardware; `auto` looks at this machine."""
+    preset: str | None = None
+    """One of the recipe's presets; null takes the one that the recipe names for this hardware."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of values: its name as shown by `explain`, and the values it sets."""
+
+    name: str
+    values: DictConfig
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The judged configuration, the classes of its sections and the layer that set each leaf (by dotted key)."""
+
+    config: DictConfig
+    classes: Mapping[str, str]
+    origin: dict[str, str]
+    preset_note: str | None = None
+
+    @property
+    def run(self) -> RunConfig:
+        """The typed values of the flow's own sections. `module` and `data` are None: their classes judge those."""
+        own = self.config.copy()
+        own["module"] = own["data"] = None
+        obj = OmegaConf.to_object(own)
+        assert isinstance(obj, RunConfig)
+        return obj
+
+    def to_yaml(self) -> str:
+        """Return a file that `fasttrain fit` runs again with the same values, whatever the machine's defaults."""
+        plain = OmegaConf.to_container(self.config, resolve=True, throw_on_missing=False)
+        assert isinstance(plain, dict)
+        for section, path in self.classes.items():
+            values = {key: value for key, value in (plain.get(section) or {}).items() if value != "???"}
+            plain[section] = {"class": path, **values}
+        # `resolved` keeps base, hardware and preset layers from being merged into these values once more.
+        return yaml.safe_dump({"resolved": True, **plain}, sort_keys=False, allow_unicode=True, width=120)
+
+
+def load_layer(path: Path, name: str | None = None) -> Layer:
+    """Read a YAML file as a layer.
+
+    Raises:
+        ConfigError: no such file, not YAML, or not a mapping.
+    """
+    try:
+        values = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist.") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, DictConfig):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; a mapping of keys to values was expected.")
+    return Layer(name or str(path), values)
+
+
+def override_values(overrides: Iterable[str]) -> list[tuple[str, Any]]:
+    """Split `key=value` items; values are read as YAML, so `[1, 2]`, `null`, `true` and `1e-3` mean what they say.
+
+    Raises:
+        ConfigError: an item without `=`, with an empty key, or whose value isn't YAML.
+    """
+    pairs = []
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"'{item}' isn't an override: write key=value, for instance trainer.max_epochs=3.")
+        try:
+            # OmegaConf's own loader, because YAML 1.1 alone reads 1e-3 as a string.
+            value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"the value in '{item}' can't be read: {' '.join(str(error).split())}") from None
+        pairs.append((key.strip(), value))
+    return pairs
+
+
+def apply_override(config: DictConfig, key: str, value: Any) -> None:
+    """Set one dotted key in place; list items are `key.0` or `key[0]`, mappings are replaced as a whole.
+
+    Raises:
+        ConfigError: the key does not exist, or the value has the wrong type.
+    """
+    try:
+        OmegaConf.update(config, key, value, merge=isinstance(value, DictConfig), force_add=False)
+    except (OmegaConfBaseException, IndexError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(_sentence(f"{key}={_short(value)}", error, config)) from None
+
+
+def merge(schema: DictConfig, layers: Iterable[Layer]) -> DictConfig:
+    """Merge layers into a copy of the schema, each checked against it by key and type.
+
+    Raises:
+        ConfigError: naming the layer, the key, and the nearest key or the expected type.
+    """
+    merged = schema.copy()
+    for layer in layers:
+        try:
+            merged = OmegaConf.merge(merged, layer.values)  # type: ignore[assignment]
+        except (OmegaConfBaseException, TypeError, ValueError) as error:
+            raise ConfigError(_sentence(layer.name, error, merged)) from None
+    return merged
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every leaf of a container; lists and empty mappings count as leaves."""
+    if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
+        for key in node:
+            child = node._get_node(key)
+            yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, (DictConfig, ListConfig)):
+        yield prefix, OmegaConf.to_container(node, resolve=False) if not node._is_none() else None
+    else:
+        yield prefix, node._value() if hasattr(node, "_value") else node
+
+
+def origins(config: DictConfig, layers: Iterable[Layer]) -> dict[str, str]:
+    """Return, for every leaf of `config`, the name of the last layer that sets it or a part of it."""
+    origin = {key: "default" for key, _ in leaves(config)}
+    for layer in layers:
+        for set_key, value in leaves(layer.values):
+            for key in origin:
+                inside = key.startswith(set_key + ".") and value != {}  # an empty mapping sets nothing in it
+                if key == set_key or inside or set_key.startswith((key + ".", key + "[")):
+                    origin[key] = layer.name
+    return origin
+
+
+def thaw(config: DictConfig) -> DictConfig:
+    """Lift the read-only flag that OmegaConf sets on everything made from a frozen dataclass."""
+    OmegaConf.set_readonly(config, False)
+    for key in config if not config._is_none() and not config._is_missing() else ():
+        child = config._get_node(key)
+        if isinstance(child, DictConfig):
+            thaw(child)
+    return config
+
+
+def _short(value: Any) -> str:
+    text = str(OmegaConf.to_container(value) if isinstance(value, (DictConfig, ListConfig)) else value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _sentence(where: str, error: Exception, config: DictConfig) -> str:
+    """Turn an OmegaConf error into one sentence: the source, the key and what would be accepted there."""
+    key = str(getattr(error, "full_key", "") or "")
+    parent_key, _, last = key.rpartition(".")
+    try:
+        parent = OmegaConf.select(config, parent_key, throw_on_missing=False) if parent_key else config
+    except OmegaConfBaseException:
+        parent = None
+    first_line = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
+    if last and isinstance(parent, DictConfig) and not parent._is_none() and last not in parent:
+        return f"{where}: unknown key '{key}'; {nearest(last, [str(name) for name in parent])}"
+    return f"{where}: {key + ': ' if key and key not in first_line else ''}{first_line.rstrip('.')}."

@@ -1,0 +1,185 @@
+"""Timing that can be believed, and the row in which every measurement is kept."""
+
+import copy
+import csv
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from fasttrain.environment import Hardware, cpu_name, source_commit
+from fasttrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, in the schema of `benchmarks/results/*.csv`."""
+
+    subject: str
+    """A room or a recipe."""
+    case: str
+    """The work that was done."""
+    variant: str
+    """Who did it: plain, eager, compile, ours, full, floor, or a peer's name."""
+    metric: str
+    """What was measured, with its unit in the name where it has one."""
+    value: float
+    """The median."""
+    unit: str
+    p10: float
+    p90: float
+    repeats: int
+    gpu: str = ""
+    cpu: str = ""
+    torch: str = ""
+    cudnn: str = ""
+    date: str = ""
+    commit: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: the median of `repeats`, with the 10th and 90th percentile."""
+
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    repeats: int
+
+
+def summarize(values: Iterable[float]) -> tuple[float, float, float, int]:
+    """Return median, 10th and 90th percentile (linear between neighbours) and count of at least one value."""
+    ordered = sorted(values)
+    return statistics.median(ordered), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered)
+
+
+def make_row(
+    subject: str, case: str, variant: str, metric: str, unit: str, values: Iterable[float], note: str = ""
+) -> Row:
+    """Return the row of a set of repeats measured on this machine, now, by this checkout."""
+    value, p10, p90, repeats = summarize(values)
+    on_gpu = torch.cuda.is_available()
+    return Row(
+        subject, case, variant, metric, round(value, 6), unit, round(p10, 6), round(p90, 6), repeats,
+        gpu=torch.cuda.get_device_name(0) if on_gpu else "",
+        cpu=f"{cpu_name()}, {Hardware.here().cores} cores, Python {platform.python_version()}",
+        torch=torch.__version__,
+        cudnn=str(torch.backends.cudnn.version()) if on_gpu else "",
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        commit=source_commit(),
+        note=note,
+    )  # fmt: skip
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Append rows to a CSV file, with its header if the file is new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
+        if new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of a CSV file.
+
+    Raises:
+        DataError: a column is missing or a number isn't one.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [f.name for f in fields(Row) if f.name not in (reader.fieldnames or ())]
+        if missing:
+            raise DataError(f"{path} has no column '{missing[0]}'; result rows have {', '.join(_columns())}.")
+        rows = []
+        for number, raw in enumerate(reader, start=2):
+            try:
+                numbers = {key: float(raw[key]) for key in ("value", "p10", "p90")}
+                repeats = int(raw["repeats"])
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}.") from None
+            rows.append(Row(**{**{key: raw[key] for key in _columns()}, **numbers, "repeats": repeats}))  # type: ignore[arg-type]
+        return rows
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the device's work, so that a host clock read afterwards means something."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_ms(call: Callable[[], Any], device: torch.device | str, *, warmup: int = 3, repeats: int = 10) -> Timing:
+    """Time a call on a device. On CUDA by events around each call, on a CPU by the host clock."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    times = []
+    for _ in range(repeats):
+        if torch.device(device).type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+        else:
+            begin = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - begin) * 1e3)
+    return Timing(*summarize(times))
+
+
+class StepProbe:
+    """Runs a module's training step outside of a Trainer, on copies, to compare ways of doing it.
+
+    Each variant works on a deep copy, on the device that the run will use; the module and the global random state are
+    left as they were. `self.log` in the step does nothing.
+    """
+
+    def __init__(self, module: pl.LightningModule, batch: Any, device: str) -> None:
+        self.module, self.batch, self.device = module, batch, torch.device(device)
+
+    def __call__(
+        self,
+        prepare: Callable[[pl.LightningModule, Any], Any] = lambda module, batch: batch,
+        autocast: torch.dtype | None = None,
+        warmup: int = 2,
+        repeats: int = 7,
+    ) -> Timing:
+        """Time forward and backward after `prepare(module_copy, device_batch)`, which returns the batch to use."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # Lightning warns that `self.log` has no Trainer, which is the point here
+            module = copy.deepcopy(self.module).to(self.device).train()
+            batch = prepare(module, pl.utilities.move_data_to_device(self.batch, self.device))
+
+            def step() -> None:
+                with torch.autocast(self.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+                    output = module.training_step(batch, 0)
+                loss = output["loss"] if isinstance(output, dict) else output
+                loss.backward()
+                module.zero_grad()
+
+            return time_ms(step, self.device, warmup=warmup, repeats=repeats)
+
+
+def _columns() -> list[str]:
+    return [f.name for f in fields(Row)]
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

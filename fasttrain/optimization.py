@@ -1,0 +1,137 @@
+"""The contract between the flow and a room: what an optimization must say and do to be planned, applied and believed.
+
+    check(context)  -> Applies or Refuses   pure: nothing is changed before every answer is in
+    attach(context) -> Attachment           what goes into the Trainer; the model and data it changed, if it did so
+    applied()       -> changes              by path and count, read once training has begun; empty is an error
+
+A room's own tests and users call its body directly, without any of this.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import lightning.pytorch as pl
+
+from fasttrain.environment import Hardware
+
+Grade = Literal["same numbers", "same quality"]
+
+
+class Stage(IntEnum):
+    """When an optimization acts, in order. Graph capture comes last because it freezes shapes and addresses."""
+
+    DATA = 0
+    MODEL = 1
+    PLUGIN = 2
+    CALLBACK = 3
+    CAPTURE = 4
+
+
+@dataclass(frozen=True)
+class Applies:
+    """The optimization can act here; `note` says what was measured or chosen, if anything was."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refuses:
+    """The optimization can't act here, for a reason that the user can act on."""
+
+    reason: str
+
+
+Verdict = Applies | Refuses
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that an optimization changed: where, what it is now, and how many of them."""
+
+    path: str
+    what: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that a check may look at. Nothing in it may be changed by a check."""
+
+    module: pl.LightningModule
+    data: pl.LightningDataModule
+    hardware: Hardware
+    precision: str = "32-true"
+    """Lightning's name of the precision the run was configured with."""
+    asked_for: frozenset[str] = frozenset()
+    """Names of all optimizations of the run."""
+    example: "ExampleBatch | None" = None
+    """Draws a real batch, on the CPU, once; None when there is no data to draw from."""
+
+
+class ExampleBatch:
+    """A batch of the run's own training data, drawn when first asked for.
+
+    It is drawn from a loader of its own, so that the run's order of samples is untouched.
+    """
+
+    def __init__(self, data: pl.LightningDataModule) -> None:
+        self._data = data
+        self._batch: Any = None
+        self._drawn = False
+
+    def __call__(self) -> Any:
+        """Return the batch, on the CPU."""
+        if not self._drawn:
+            self._data.setup("fit")
+            loader = self._data.train_dataloader()
+            self._batch = next(iter(loader))
+            self._drawn = True
+        return self._batch
+
+
+@dataclass
+class Attachment:
+    """What an optimization puts into the run."""
+
+    callbacks: list[pl.Callback] = field(default_factory=list)
+    trainer_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of lightning.Trainer to set, `precision` for instance."""
+    data: pl.LightningDataModule | None = None
+    """A data module that takes the place of the recipe's."""
+
+
+C = TypeVar("C")
+
+
+class Optimization(ABC, Generic[C]):
+    """One room's door for the plan. `config` is the room's frozen dataclass, filled from YAML."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line for `fasttrain list`."""
+    config_class: ClassVar[type[Any]]
+    stage: ClassVar[Stage]
+    grade: ClassVar[Grade]
+    before: ClassVar[frozenset[str]] = frozenset()
+    """Names of optimizations that must act after this one, where both are asked for."""
+    after: ClassVar[frozenset[str]] = frozenset()
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    """Name of another -> why the two don't go together."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    @abstractmethod
+    def check(self, context: Context) -> Verdict:
+        """Say whether this can act, without changing anything."""
+
+    @abstractmethod
+    def attach(self, context: Context) -> Attachment:
+        """Act, or return the callbacks and options that will. May change `context.module` in place."""
+
+    @abstractmethod
+    def applied(self) -> Sequence[Change]:
+        """Return what was changed; asked for once training has begun."""

@@ -1,0 +1,142 @@
+"""The `module` and `data` sections: which class they name, what its parameters are, and an instance of it."""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import field, is_dataclass, make_dataclass
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fasttrain.config import Layer, thaw
+from fasttrain.errors import ConfigError, nearest
+
+SECTIONS = ("module", "data")
+
+
+def import_class(path: str, section: str) -> type:
+    """Import a class by its dotted path.
+
+    Raises:
+        ConfigError: naming the section, and what of the path was not found.
+    """
+    module_name, _, class_name = path.rpartition(".")
+    if not module_name:
+        raise ConfigError(f"{section}: '{path}' isn't a dotted path; write it like my_project.models.LitThing.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{section}: there is no module '{error.name}' for '{path}'; install it or run from the folder "
+                "that holds it."
+            ) from None
+        raise
+    found = getattr(module, class_name, None)
+    if not inspect.isclass(found):
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        raise ConfigError(f"{section}: '{module_name}' has no class '{class_name}'; {nearest(class_name, classes)}")
+    return found
+
+
+def take_class(layer: Layer, section: str) -> tuple[Layer, str | None]:
+    """Split a layer's section into its values and the class it names, which may be a bare string."""
+    if section not in layer.values or layer.values._get_node(section)._is_none():  # type: ignore[union-attr]
+        return layer, None
+    values = layer.values.copy()
+    node = values[section]
+    if isinstance(node, str):
+        values[section] = {}
+        return Layer(layer.name, values), node
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"{layer.name}: '{section}' is a {type(node).__name__}; a class path or a mapping is needed.")
+    path = node.pop("class", None)
+    return Layer(layer.name, values), path
+
+
+def schema_of(cls: type) -> DictConfig | None:
+    """Return the typed parameters of a class, or None if it takes arbitrary keyword arguments.
+
+    A parameter without a default is MISSING. One whose default or annotation YAML can't express is of type Any and
+    MISSING too: left out of the call unless it is set.
+    """
+    config_class = _config_parameter(cls)
+    if config_class is not None:
+        return thaw(OmegaConf.structured(config_class))
+    parameters = _parameters(cls)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    hints = _hints(cls)
+    fields = [_schema_field(parameter, hints.get(name, Any)) for name, parameter in parameters.items()]
+    return OmegaConf.structured(make_dataclass(cls.__name__, fields))  # type: ignore[no-any-return]
+
+
+def instantiate(cls: type, values: DictConfig | Mapping[str, Any] | None, section: str) -> Any:
+    """Call a class with a section's values.
+
+    Raises:
+        ConfigError: a required parameter is not set.
+    """
+    if _config_parameter(cls) is not None:
+        missing = sorted(OmegaConf.missing_keys(values))
+        if missing:
+            raise ConfigError(f"{section}.{missing[0]} must be set for {cls.__name__}.")
+        return cls(OmegaConf.to_object(values))
+    plain = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else dict(values or {})
+    assert isinstance(plain, dict)
+    arguments = {str(key): value for key, value in plain.items() if value != "???"}
+    for name, parameter in _parameters(cls).items():
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if required and name not in arguments:
+            raise ConfigError(f"{section}.{name} must be set for {cls.__name__}.")
+    return cls(**arguments)
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(cls.__init__).parameters)  # type: ignore[misc]
+    parameters.pop("self", None)
+    return {n: p for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls.__init__)  # type: ignore[misc]
+    except Exception:  # annotations of foreign code may name things that only a type checker sees
+        return {}
+
+
+def _config_parameter(cls: type) -> type | None:
+    parameters = _parameters(cls)
+    if len(parameters) != 1:
+        return None
+    annotation = _hints(cls).get(next(iter(parameters)))
+    return annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
+
+
+def _schema_field(parameter: inspect.Parameter, annotation: Any) -> tuple[str, Any, Any]:
+    name, default = parameter.name, parameter.default
+    if default is parameter.empty:
+        default = "???"
+    elif isinstance(default, (list, dict)):
+        default = _factory(default)
+    for candidate in (annotation, Any):
+        for value in (default, "???"):
+            if _expressible(name, candidate, value):
+                return name, candidate, value
+    raise AssertionError("OmegaConf holds a MISSING value of type Any")
+
+
+def _factory(value: Any) -> Any:
+    return field(default_factory=lambda: value)
+
+
+def _expressible(name: str, annotation: Any, default: Any) -> bool:
+    try:
+        OmegaConf.structured(make_dataclass("Probe", [(name, annotation, default)]))
+    except (OmegaConfBaseException, TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""Time to target: when the score was reached, after how many samples, and whether to stop there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from fasttrain.config import TargetConfig
+from fasttrain.errors import ConfigError
+
+
+class StopAtTarget(pl.Callback):
+    """Watches a logged score; notes where it first reaches the target, and stops the run there.
+
+    The step noted is the one whose weights were scored.
+    """
+
+    def __init__(self, target: TargetConfig) -> None:
+        self.target = target
+        self.scores: list[tuple[int, float]] = []
+        """(global step, score) of each evaluation."""
+        self.reached_at: dict[str, float] | None = None
+        self.moment: Callable[[], dict[str, float]] = dict
+        """Returns what else to note of the moment when the target is reached: seconds, samples."""
+
+    @property
+    def best(self) -> float | None:
+        """The best score so far."""
+        values = [score for _, score in self.scores]
+        return (max(values) if self.target.mode == "max" else min(values)) if values else None
+
+    def is_reached_by(self, score: float) -> bool:
+        """Whether a score is at least as good as the target. NaN is not."""
+        return score >= self.target.value if self.target.mode == "max" else score <= self.target.value
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Judge the score of this evaluation.
+
+        Raises:
+            ConfigError: the module logs no score of that name.
+        """
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        found = trainer.callback_metrics.get(self.target.metric)
+        if found is None:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            raise ConfigError(
+                f"target.metric is '{self.target.metric}', but {type(pl_module).__name__} logs no such value in "
+                f"validation; it logs: {logged}."
+            )
+        score = float(found)
+        self.scores.append((trainer.global_step, score))
+        if self.reached_at is None and self.is_reached_by(score):
+            self.reached_at = {"step": trainer.global_step, "epoch": trainer.current_epoch, **self.moment()}
+        if self.reached_at is not None and self.target.stop:
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scores and where the target was reached."""
+        return {"scores": [list(pair) for pair in self.scores], "reached_at": self.reached_at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from them."""
+        self.scores = [(int(step), float(score)) for step, score in state_dict["scores"]]
+        self.reached_at = state_dict["reached_at"]

@@ -1,0 +1,149 @@
+"""Recipe + Plan -> lightning.Trainer. Every reach into a Lightning internal lives in this module.
+
+Written against Lightning 2.6; `tests/test_trainer.py` fails when one of these internals changes its shape.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from omegaconf import DictConfig, OmegaConf
+
+from fasttrain.config import TrainerConfig
+from fasttrain.errors import ConfigError, OptimizationError
+from fasttrain.optimization import Attachment
+
+BatchTransform = Callable[[Any], Any]
+
+
+def make_trainer(
+    config: TrainerConfig,
+    attachments: Sequence[Attachment],
+    callbacks: Sequence[pl.Callback],
+    loggers: Sequence[Logger],
+    **options: Any,
+) -> pl.Trainer:
+    """Return the Trainer of a run.
+
+    Args:
+        config: Lightning's arguments as configured; those left at null take Lightning's defaults.
+        attachments: the optimizations', in the plan's order; their options override `config`.
+        callbacks: the flow's own, which come after the optimizations'.
+        loggers: may be empty.
+        options: further arguments of lightning.Trainer.
+
+    Raises:
+        ConfigError: Lightning refuses the arguments.
+        OptimizationError: two optimizations set the same option differently.
+    """
+    arguments: dict[str, Any] = {
+        key: _plain(value) for key, value in vars(config).items() if value is not None and key != "optimizations"
+    }
+    arguments.update(_joint_options(attachments), **options)
+    attached = [callback for attachment in attachments for callback in attachment.callbacks]
+    try:
+        return pl.Trainer(
+            **arguments,
+            callbacks=[*attached, *callbacks],
+            logger=list(loggers) or False,
+            enable_model_summary=False,
+            enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
+        )
+    except (TypeError, ValueError, RuntimeError, ImportError) as error:  # MisconfigurationException is a ValueError
+        message = " ".join(str(error).split())
+        raise ConfigError(f"trainer: Lightning refuses these values: {message}") from error
+
+
+def make_loggers(names: Sequence[Any], folder: str) -> list[Logger]:
+    """Return loggers by short name (`tensorboard`, `csv`) or by `class` and arguments.
+
+    Raises:
+        ConfigError: an unknown name or class, or arguments that it does not take.
+    """
+    loggers: list[Logger] = []
+    for item in names:
+        if item == "tensorboard":
+            loggers.append(TensorBoardLogger(folder, name="", version="tensorboard"))
+        elif item == "csv":
+            loggers.append(CSVLogger(folder, name="", version="csv"))
+        elif isinstance(item, (dict, DictConfig)) and "class" in item:
+            from fasttrain.sections import import_class
+
+            arguments = {str(key): value for key, value in dict(_plain(item)).items() if key != "class"}
+            logger_class = import_class(str(item["class"]), "loggers")
+            try:
+                loggers.append(logger_class(**arguments))
+            except TypeError as error:
+                raise ConfigError(f"loggers: {item['class']}: {error}.") from None
+        else:
+            raise ConfigError(
+                f"loggers: {item!r} is unknown; use tensorboard, csv, or a mapping with the class of a Lightning "
+                "logger, for instance {class: lightning.pytorch.loggers.WandbLogger, project: mine}."
+            )
+    return loggers
+
+
+def transform_batches(trainer: pl.Trainer, transform: BatchTransform) -> None:
+    """Apply `transform` to every batch after it has reached the device, in training and evaluation.
+
+    Lightning has no public place for this that a callback may use: its data hooks belong to the module or the data
+    module, of which only one is heard. Asked for twice with the same function it acts once.
+    """
+    strategy: Any = trainer.strategy
+    transforms: list[BatchTransform] | None = vars(strategy).get("_fasttrain_transforms")
+    if transforms is None:
+        transforms = strategy._fasttrain_transforms = []
+        plain = strategy.batch_to_device
+
+        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+            batch = plain(batch, device=device, dataloader_idx=dataloader_idx)
+            for each in transforms:
+                batch = each(batch)
+            return batch
+
+        strategy.batch_to_device = batch_to_device
+    if transform not in transforms:
+        transforms.append(transform)
+
+
+def validation_is_due(trainer: pl.Trainer) -> bool:
+    """Whether Lightning will validate right after the batch that is ending."""
+    fit_loop = trainer.fit_loop
+    fetcher = fit_loop._data_fetcher
+    return fetcher is not None and bool(fit_loop.epoch_loop._should_check_val_fx(fetcher))
+
+
+def epoch_is_complete(trainer: pl.Trainer) -> bool:
+    """Whether the batches of the current epoch have all been seen, as opposed to a stop in the middle."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def logging_step(trainer: pl.Trainer) -> int:
+    """Return the step under which Lightning logs at this moment: optimizer steps, counted from 0."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
+    """Return the optimizer steps of one epoch; infinite for a loader without a length."""
+    batches = float(trainer.num_training_batches)
+    return -(-batches // trainer.accumulate_grad_batches)
+
+
+def _joint_options(attachments: Sequence[Attachment]) -> dict[str, Any]:
+    joint: dict[str, Any] = {}
+    for attachment in attachments:
+        for key, value in attachment.trainer_options.items():
+            if key == "plugins" and key in joint:
+                joint[key] = [*joint[key], *value]
+            elif key in joint and joint[key] != value:
+                raise OptimizationError(
+                    f"two optimizations set the Trainer's '{key}', to {joint[key]!r} and {value!r}; leave one out."
+                )
+            else:
+                joint[key] = value
+    return joint
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

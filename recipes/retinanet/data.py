@@ -1,0 +1,182 @@
+"""RetinaNet's data: any folder of images with COCO annotations, or, when none is given, a generated set."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
+
+from fasttrain.errors import ConfigError
+from fasttrain.order import EpochOrder, ResumableLoader
+from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
+from fasttrain.recipes.retinanet.generated import GeneratedConfig, generate
+
+PATHS = ("train_images", "train_annotations", "val_images", "val_annotations")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The `data` section of a RetinaNet recipe."""
+
+    train_images: str | None = None
+    """Folder that the file names in `train_annotations` are relative to."""
+    train_annotations: str | None = None
+    """COCO detection JSON. With none of the four paths given, a set is generated."""
+    val_images: str | None = None
+    val_annotations: str | None = None
+    image_size: tuple[int, int] = (800, 800)
+    """Height and width that every image is resized to; the aspect ratio is not kept, as in MLPerf."""
+    batch_size: int = 32
+    """Images a step and process; MLPerf v2.0 on one node: 8 x 32."""
+    val_batch_size: int | None = None
+    """Images an evaluation step and process; null is `batch_size`."""
+    max_boxes: int = 1000
+    """Boxes an image is padded to; MLPerf v2.0's own default. More than that in an image is an error."""
+    flip: bool = True
+    """Mirror half of the training images."""
+    seed: int = 0
+    """Of the order and the augmentation."""
+    num_workers: int | None = None
+    """Loader processes; null is the usable cores less one on a machine with more than 4 of them, else none."""
+    cache: Literal["none", "ram"] = "none"
+    """`ram` keeps the resized images of the training set: for sets that fit."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do about a file that can't be decoded: stop, or leave it out and count it."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What to do about a faulty image or annotation record: stop, or leave it out and count it."""
+    cache_folder: str | None = None
+    """Where a generated set is kept; null is $FASTTRAIN_CACHE or ~/.cache/fasttrain."""
+    generated: GeneratedConfig = field(default_factory=GeneratedConfig)
+    """What the generated set looks like."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in PATHS if getattr(self, name)]
+        if given and len(given) < len(PATHS):
+            missing = next(name for name in PATHS if name not in given)
+            raise ConfigError(
+                f"data.{missing} is not set, but data.{given[0]} is: give all of {', '.join(PATHS)}, or none of them "
+                "for the generated set."
+            )
+        for name in ("batch_size", "max_boxes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least 1.")
+
+
+class DetectionData(pl.LightningDataModule):
+    """Loaders of static-shape batches whose position is part of the checkpoint."""
+
+    def __init__(self, config: DataConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._sets: dict[str, DetectionSet] = {}
+        self._datasets: dict[str, DetectionDataset] = {}
+
+    def prepare_data(self) -> None:
+        """Generate the set if no other is given; a second time finds it in the cache."""
+        if self.config.train_images is None:
+            generate(self._cache_folder(), self.config.generated)
+
+    def setup(self, stage: str) -> None:
+        """Read and judge both annotation files.
+
+        Raises:
+            DataError: the first fault found, by file and record.
+        """
+        if self._datasets:
+            return
+        config = self.config
+        train_images, train_annotations, val_images, val_annotations = self._paths()
+        train = read_annotations(train_annotations, train_images, on_bad_record=config.on_bad_record)
+        val = read_annotations(val_annotations, val_images, on_bad_record=config.on_bad_record, categories_of=train)
+        self._sets = {"train": train, "val": val}
+        for split, found in self._sets.items():
+            self._datasets[split] = DetectionDataset(
+                found,
+                image_size=config.image_size,
+                max_boxes=config.max_boxes,
+                augment=split == "train" and config.flip,
+                seed=config.seed,
+                on_bad_image=config.on_bad_image,
+                cache=config.cache,
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return the number of classes and the image size, which the model takes over unless told otherwise."""
+        self.setup("fit")
+        return {"num_classes": self._sets["train"].num_classes, "image_size": list(self.config.image_size)}
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, by index."""
+        return self._sets["train"].category_names
+
+    def ground_truth(self) -> dict[str, Any]:
+        """Return the validation set's COCO dict, for scoring."""
+        return self._sets["val"].to_coco()
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return batches in a new order each epoch; a last partial batch is left out, shapes being static."""
+        size, batch_size = len(self._datasets["train"]), self.config.batch_size
+        rank, world_size = self._rank()
+        if size // world_size < batch_size:
+            raise ConfigError(
+                f"data.batch_size is {batch_size}, but each of {world_size} process(es) has only "
+                f"{size // world_size} training images; lower it."
+            )
+        order = EpochOrder(size, shuffle=True, seed=self.config.seed, rank=rank, world_size=world_size, even=True)
+        return self._loader("train", order, batch_size, drop_last=True)
+
+    def val_dataloader(self) -> ResumableLoader:
+        """Return every validation image once, none twice, whatever the number of processes."""
+        rank, world_size = self._rank()
+        order = EpochOrder(len(self._datasets["val"]), shuffle=False, seed=0, rank=rank, world_size=world_size)
+        return self._loader("val", order, self.config.val_batch_size or self.config.batch_size, drop_last=False)
+
+    def bad_samples(self) -> dict[str, int]:
+        """Return how many records and images were left out, by what was wrong with them."""
+        counts: dict[str, int] = {}
+        for split, found in self._sets.items():
+            for what, count in found.skipped.items():
+                counts[f"{split}: {what}"] = count
+            bad = self._datasets[split].bad_count() if split in self._datasets else 0
+            if bad:
+                counts[f"{split}: images that could not be decoded"] = bad
+        return counts
+
+    def _loader(self, split: str, order: EpochOrder, batch_size: int, drop_last: bool) -> ResumableLoader:
+        from fasttrain.environment import usable_cores
+
+        cores = usable_cores()
+        workers = self.config.num_workers
+        if workers is None:
+            # A cache in memory fills in this process; on few cores workers take from the step what they give.
+            workers = 0 if self.config.cache == "ram" or cores <= 4 else min(16, cores - 1)
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return ResumableLoader(
+            self._datasets[split],
+            order,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            num_workers=workers,
+            collate_fn=collate,
+            pin_memory=on_gpu,
+            persistent_workers=workers > 0,
+        )
+
+    def _rank(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+    def _cache_folder(self) -> Path:
+        given = self.config.cache_folder or os.environ.get("FASTTRAIN_CACHE")
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "fasttrain"
+
+    def _paths(self) -> tuple[Path, Path, Path, Path]:
+        config = self.config
+        if config.train_images is None:
+            drawn = generate(self._cache_folder(), config.generated)
+            return drawn.train_images, drawn.train_annotations, drawn.val_images, drawn.val_annotations
+        given = (config.train_images, config.train_annotations, config.val_images, config.val_annotations)
+        train_images, train_annotations, val_images, val_annotations = (Path(str(p)).expanduser() for p in given)
+        return train_images, train_annotations, val_images, val_annotations

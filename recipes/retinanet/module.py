@@ -1,0 +1,152 @@
+"""RetinaNet as a LightningModule: losses, optimizer and schedule, COCO scores, and pictures of what it finds."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fasttrain.errors import ConfigError
+from fasttrain.recipes.retinanet.metric import available_scorer, detection_rows, score_boxes
+from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
+from fasttrain.recipes.retinanet.pictures import contact_sheet, draw_detections
+from fasttrain.recipes.retinanet.schedule import learning_rate_factor
+from fasttrain.trainer import optimizer_steps_per_epoch
+
+Batch = Mapping[str, Tensor]
+SAMPLE_SCORE = 0.3  # detections below it clutter a picture
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How the weights are trained; the defaults are MLPerf v2.0's reference for RetinaNet."""
+
+    name: Literal["adam", "adamw"] = "adam"
+    lr: float = 1e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    warmup_epochs: float = 1.0
+    """Epochs over which the learning rate rises linearly."""
+    warmup_factor: float = 1e-3
+    """The learning rate's first value as a share of `lr`."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up: unchanged, or down to zero at the last step along a cosine."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The `module` section of a RetinaNet recipe."""
+
+    model: RetinaNetConfig = field(default_factory=RetinaNetConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+class RetinaNetTraining(pl.LightningModule):
+    """Trains and scores RetinaNet on batches of static shapes (see `dataset.collate`).
+
+    Logs in training `loss`, `cls_loss`, `box_loss` and `lr`; in validation COCO's twelve numbers under
+    `metric.NAMES`, of which `map` is the target's.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        super().__init__()
+        if isinstance(config, Mapping):  # from a checkpoint's hyperparameters
+            config = _from_mapping(config)
+        self.config = config
+        self.save_hyperparameters({"config": asdict(config)})
+        self.model = RetinaNet(config.model)
+        self._ground_truth: Mapping[str, Any] | None = None
+        self._rows: list[NDArray[np.float64]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the summed loss. Nothing in here waits for the device but Lightning's logging."""
+        losses = self.model.loss(self.model(batch["images"]), batch["boxes"], batch["labels"])
+        loss = torch.stack(list(losses.values())).sum()
+        self.log_dict({"loss": loss.detach(), **{name: value.detach() for name, value in losses.items()}})
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Detect, and keep the detections in pixels of the original images."""
+        detections = self.model.detect(self.model(batch["images"]))
+        self._rows.append(
+            detection_rows(detections, batch["image_id"], batch["original_size"], self.config.model.image_size)
+        )
+
+    def on_validation_epoch_end(self) -> None:
+        """Score all detections by COCO's rules, on the first rank, and log the numbers on every rank."""
+        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 7))
+        self._rows.clear()
+        if self.trainer.sanity_checking:
+            return
+        gathered = _gather(rows, self.trainer.world_size)
+        scores = [self._score(gathered)] if self.trainer.is_global_zero else [None]
+        if self.trainer.world_size > 1:
+            torch.distributed.broadcast_object_list(scores, src=0)
+        assert scores[0] is not None
+        # Tensors of the CPU: a float would be sent to the device for the logger to fetch it back.
+        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in scores[0].items()},
+                      rank_zero_only=True)  # fmt: skip
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return Adam or AdamW over the trainable parameters, and the schedule by step."""
+        config = self.config.optimizer
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        make = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+        optimizer = make(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+        warmup_steps = round(config.warmup_epochs * optimizer_steps_per_epoch(self.trainer))
+        total_steps = self.trainer.estimated_stepping_batches
+        if config.schedule == "cosine" and total_steps == float("inf"):
+            raise ConfigError("module.optimizer.schedule=cosine needs an end: set trainer.max_epochs or max_steps.")
+        factor = learning_rate_factor(warmup_steps, config.warmup_factor, config.schedule, total_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the learning rate, a host value."""
+        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self.log("lr", optimizer.param_groups[0]["lr"])
+
+    def draw_samples(self, data: pl.LightningDataModule, folder: Path) -> None:
+        """Draw detections on images of the validation set: one PNG an image, and a contact sheet of them."""
+        batch = next(iter(data.val_dataloader()))
+        self.eval()
+        with torch.no_grad():
+            detections = self.model.to(self.device).detect(self.model(batch["images"].to(self.device)))
+        names = getattr(data, "class_names", ())
+        pictures = []
+        for index in range(min(12, len(batch["images"]))):
+            boxes, scores, labels = (part[index].cpu() for part in detections[:3])
+            good = scores >= SAMPLE_SCORE
+            pictures.append(
+                draw_detections(
+                    batch["images"][index], boxes[good], labels[good], scores[good], names, batch["boxes"][index]
+                )
+            )
+            pictures[-1].save(folder / f"detections-{index:02}.png")
+        contact_sheet(pictures).save(folder / "contact-sheet.png")
+
+    def _score(self, rows: NDArray[np.float64]) -> dict[str, float]:
+        if self._ground_truth is None:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+            self._ground_truth = data.ground_truth()
+        assert self._ground_truth is not None
+        return score_boxes(self._ground_truth, rows, available_scorer())
+
+
+def _gather(rows: NDArray[np.float64], world_size: int) -> NDArray[np.float64]:
+    """Return the rows of all ranks in rank order; each image is evaluated by one rank only."""
+    if world_size == 1:
+        return rows
+    parts: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(parts, rows)
+    return np.concatenate(parts)
+
+
+def _from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
+    return TrainingConfig(RetinaNetConfig(**values["model"]), OptimizerConfig(**values["optimizer"]))

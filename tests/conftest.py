@@ -1,0 +1,63 @@
+"""Fixtures for all tests, and what must hold for the whole suite: no GPU where none is, few threads, no real cache."""
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+# Decided when a kernel's module is imported, so it is set before any test imports one.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+
+HERE = Path(__file__).parent
+SHARED_DATA = HERE.parent.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_per_worker() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("FASTTRAIN_CACHE", str(tmp_path_factory.getbasetemp() / "fasttrain-cache"))
+
+
+@pytest.fixture
+def foreign_project(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's own Lightning project, on the import path as it is when fasttrain is started in its folder."""
+    folder = HERE / "foreign_project"
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def txl_pbc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real blood-cell images with COCO annotations: images/{train,val,test}, instances_{train,val,test}.json."""
+    return _unpacked("det_txl_pbc.tar", tmp_path_factory) / "txl_pbc"
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Values computed by others."""
+    return _unpacked("golden_fixtures.tar.gz", tmp_path_factory) / "golden"
+
+
+def _unpacked(name: str, factory: pytest.TempPathFactory) -> Path:
+    archive = SHARED_DATA / name
+    if not archive.exists():
+        pytest.skip(f"{name} is not here")
+    folder = factory.mktemp("data")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder
