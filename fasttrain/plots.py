@@ -7,6 +7,7 @@ Each function returns a Figure, with words in place of curves where nothing was 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -98,22 +99,15 @@ def loss_figure(run: RunSummary, theme: Theme = PAPER) -> Figure:
     losses = {name: curve for name, curve in run.curves.items() if "loss" in name.lower()}
     if not losses:
         return _say(figure, axes, theme, "no loss was logged")
-    lows, highs = [], []
+    seen: list[float] = []
     for index, (name, curve) in enumerate(_total_first(losses).items()):
         steps, raw = _thinned(curve.steps, curve.values)
-        smooth = smoothed(raw)
-        if len(raw) > 2:
-            axes.plot(steps, raw, color=theme.color(index), alpha=0.25, linewidth=0.8)
-        marker = "o" if len(raw) < 25 else None
-        axes.plot(steps, smooth, color=theme.color(index), linewidth=1.8, marker=marker, markersize=3.5, label=name)
-        finite = smooth[np.isfinite(smooth)]
-        if finite.size:
-            lows.append(float(finite.min()))
-            highs.append(float(finite.max()))
-    if lows and min(lows) > 0 and max(highs) > 30 * min(lows):
+        smooth = _smoothed_line(axes, steps, raw, theme.color(index), name)
+        seen += smooth[np.isfinite(smooth)].tolist()
+    if seen and min(seen) > 0 and max(seen) > 30 * min(seen):
         axes.set_yscale("log")
-    elif lows and min(lows) >= 0:
-        axes.set_ylim(0, max(highs) * 1.08 or None)
+    elif seen and min(seen) >= 0 and max(seen) > 0:
+        axes.set_ylim(0, max(seen) * 1.08)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -144,14 +138,11 @@ def score_figure(run: RunSummary, theme: Theme = PAPER) -> Figure:
             zorder=3 if main else 2,
         )
     if run.target:
-        label = f"target {run.target.value:g}"
-        axes.axhline(run.target.value, color=theme.muted, linewidth=1.2, linestyle=(0, (5, 3)), label=label)
+        _dashed(axes, run.target.value, theme, f"target {run.target.value:g}")
     if run.target and run.reached:
-        at = run.reached.seconds / seconds_per_unit
-        style = {"marker": "*", "markersize": 15, "markeredgecolor": theme.ink, "markeredgewidth": 0.8}
         label = f"reached after {format_duration(run.reached.seconds)}"
         value = _value_at(run.curves.get(run.target.name), run.reached.seconds, run.target.value)
-        axes.plot([at], [value], color=theme.color(4), linestyle="none", zorder=4, label=label, **style)
+        _star(axes, run.reached.seconds / seconds_per_unit, value, theme.color(4), theme, label)
     axes.set_xlabel(f"wall time ({unit})")
     axes.set_ylabel("score")
     axes.set_xlim(left=0)
@@ -175,12 +166,9 @@ def throughput_figure(run: RunSummary, theme: Theme = PAPER, with_breakdown: boo
         return _say(figure, axes, theme, "no throughput was logged")
     unit, seconds_per_unit = _time_unit([run])
     seconds, raw = _thinned(rates.seconds, rates.values)
-    if len(raw) > 2:
-        axes.plot(seconds / seconds_per_unit, raw, color=theme.color(0), alpha=0.3, linewidth=0.8)
-    axes.plot(seconds / seconds_per_unit, smoothed(raw), color=theme.color(0), linewidth=1.8, label="while training")
+    _smoothed_line(axes, seconds / seconds_per_unit, raw, theme.color(0), "while training")
     if run.samples_per_second:
-        label = f"average, {format_number(run.samples_per_second)}/s"
-        axes.axhline(run.samples_per_second, color=theme.muted, linewidth=1.2, linestyle=(0, (5, 3)), label=label)
+        _dashed(axes, run.samples_per_second, theme, f"average, {format_number(run.samples_per_second)}/s")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"wall time ({unit})")
@@ -203,12 +191,11 @@ def comparison_figure(runs: Sequence[RunSummary], theme: Theme = PAPER) -> Figur
                       markersize=3, linestyle=("-", "--", ":")[index // len(theme.palette) % 3])  # fmt: skip
             if run.target and run.reached:
                 value = _value_at(curve, run.reached.seconds, run.target.value)
-                axes.plot([run.reached.seconds / seconds_per_unit], [value], color=theme.color(index), marker="*",
-                          markersize=14, markeredgecolor=theme.ink, markeredgewidth=0.8, zorder=4)  # fmt: skip
+                _star(axes, run.reached.seconds / seconds_per_unit, value, theme.color(index), theme)
     if not names:
         return _say(figure, axes, theme, "no score was logged")
     for value in sorted({run.target.value for run in runs if run.target and run.target.name in names}):
-        axes.axhline(value, color=theme.muted, linewidth=1.2, linestyle=(0, (5, 3)), label=f"target {value:g}")
+        _dashed(axes, value, theme, f"target {value:g}")
     axes.set_xlabel(f"wall time ({unit})")
     axes.set_ylabel(", ".join(sorted(names)))
     axes.set_xlim(left=0)
@@ -297,7 +284,26 @@ def _style(axes: Axes, theme: Theme) -> None:
     axes.yaxis.label.set(color=theme.ink, fontsize=10)
 
 
-def _legend(axes: Axes, theme: Theme, place: str) -> None:
+def _smoothed_line(axes: Axes, x: Values, raw: Values, color: str, label: str) -> Values:
+    """Draw a curve smoothed, with its raw values faint behind, and return what was drawn in front."""
+    smooth = smoothed(raw)
+    if smooth is not raw:
+        axes.plot(x, raw, color=color, alpha=0.25, linewidth=0.8)
+    marker = "o" if len(raw) < 25 else None
+    axes.plot(x, smooth, color=color, linewidth=1.8, marker=marker, markersize=3.5, label=label)
+    return smooth
+
+
+def _dashed(axes: Axes, value: float, theme: Theme, label: str) -> None:
+    axes.axhline(value, color=theme.muted, linewidth=1.2, linestyle=(0, (5, 3)), label=label)
+
+
+def _star(axes: Axes, x: float, y: float, color: str, theme: Theme, label: str | None = None) -> None:
+    axes.plot([x], [y], color=color, linestyle="none", marker="*", markersize=14, markeredgecolor=theme.ink,
+              markeredgewidth=0.8, zorder=4, label=label)  # fmt: skip
+
+
+def _legend(axes: Axes, theme: Theme, place: Literal["upper right", "lower right", "best"]) -> None:
     axes.legend(loc=place, frameon=False, fontsize=9, labelcolor=theme.ink, handlelength=1.6, borderaxespad=0.3)
 
 

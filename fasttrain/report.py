@@ -327,11 +327,11 @@ def format_duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def format_number(value: float | None) -> str:
-    """Return a rate or a count with three significant digits or more: 0.0512, 3.14, 161, 12,480."""
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Return a number with so many significant digits, or more where it is large: 0.0512, 3.14, 161, 12,480."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def format_score(value: float | None) -> str:
@@ -461,7 +461,7 @@ def comparison_table(runs: Sequence[RunSummary]) -> TextTable:
         "hardware": [hardware(run) for run in runs],
         "on": [", ".join(o.name for o in run.optimizations if o.verdict == "applies") or "plain" for run in runs],
     }
-    movable = ("recipe", "seed", "hardware", "on", "target")
+    movable = ("seed", "recipe", "target", "hardware", "on")
     shared = [name for name in movable if len(runs) > 1 and len(set(columns[name])) == 1]
     note = "The same for all: " + ", ".join(f"{name} {columns[name][0]}" for name in shared) + "." if shared else ""
     shown = {name: cells for name, cells in columns.items() if name not in shared}
@@ -516,9 +516,9 @@ def _seed_table(group: Sequence[RunSummary]) -> TextTable:
 def benchmark_tables(rows: Iterable[Mapping[str, Any]]) -> list[TextTable]:
     """Return result rows as one table per subject and machine: a line per case and metric, variants side by side.
 
-    `rows` have the keys of the result-row schema (csv.DictReader's, or asdict of measure.Row). Variants are compared only within one machine, software, commit and
-    day. A speed-up is against `plain`, or `eager` where nobody measured plain, for times and rates; other metrics show
-    their values alone. Of a row measured more than once the last is shown.
+    `rows` have the keys of the result-row schema: csv.DictReader's rows, or asdict of measure.Row. Variants are
+    compared only within one machine, software, commit and day. A speed-up is against `plain`, or `eager` where nobody
+    measured plain, for times and rates; other metrics show their values alone. Of rows of one name the last is shown.
     """
     machine = ("subject", "gpu", "cpu", "torch", "cudnn", "commit")
 
@@ -540,9 +540,10 @@ def _benchmark_table(key: tuple[str, ...], rows: Sequence[Mapping[str, Any]]) ->
         for line, by_variant in cells.items()
     )
     again = len(rows) - sum(map(len, cells.values()))
-    versions = (f"torch {torch_version}" if torch_version else "", f"cuDNN {cudnn}" if cudnn else "")
-    origin = (gpu or cpu, *versions, f"commit {commit}" if commit else "", day)
-    note = " · ".join(filter(None, (*origin, f"{again} earlier rows of the same name are not shown" if again else "")))
+    repeats = sorted({str(row["repeats"]) for row in rows if row.get("repeats")}, key=lambda text: (len(text), text))
+    named = {"torch ": torch_version, "cuDNN ": cudnn, "commit ": commit, "": day, "repeats ": " or ".join(repeats)}
+    named["rows measured again and not shown: "] = str(again or "")
+    note = " · ".join((gpu or cpu, *(name + value for name, value in named.items() if value)))
     return TextTable(subject, ("case", "metric", "unit", *variants), "lll" + "r" * len(variants), table_rows, note)
 
 
@@ -552,8 +553,8 @@ def _benchmark_cell(row: Mapping[str, Any] | None, by_variant: Mapping[str, Mapp
     value, p10, p90 = (_cell_number(row.get(key)) for key in ("value", "p10", "p90"))
     baseline = by_variant.get("plain") or by_variant.get("eager")
     gain = _speed_up(row, baseline) if baseline is not None and baseline is not row else None
-    first = format_number(value) + (f"  {gain:.2f}x" if gain is not None else "")
-    return f"{first}\n{format_number(p10)} to {format_number(p90)}" if None not in (p10, p90) else first
+    first = format_number(value, 4) + (f"  {gain:.2f}x" if gain is not None else "")
+    return first if p10 is None or p90 is None else f"{first}\n{format_number(p10, 4)} to {format_number(p90, 4)}"
 
 
 def _cell_number(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from fasttrain.config import CheckpointConfig
 from fasttrain.errors import DataError
 from fasttrain.randomness import random_state, set_random_state
-from fasttrain.trainer import epoch_is_complete, validation_is_due
+from fasttrain.trainer import epoch_is_complete, is_accumulating, stop_now, validation_is_due
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -22,7 +22,8 @@ class ResumePoint(Checkpoint):
 
     It is written at the end of every epoch, at the configured interval, at the last step, and when `interrupt()` was
     called. Lightning can continue exactly from two places only: after a batch that no validation follows, and after
-    a whole epoch with its validation. So a stop that is asked for when a validation is due waits for it to end.
+    a whole epoch with its validation. So a stop that is asked for when a validation is due waits for it to end, and
+    one in the middle of accumulating gradients for the optimizer step.
 
     Beside Lightning's state the file holds the global random state, which evaluation is kept from changing.
     """
@@ -60,11 +61,12 @@ class ResumePoint(Checkpoint):
     ) -> None:
         """Save if it is time, and stop if that was asked for."""
         last_step = 0 <= trainer.max_steps <= trainer.global_step
-        if validation_is_due(trainer) and not last_step:
+        # A checkpoint holds no gradients, so a window of accumulation has to end first.
+        if is_accumulating(trainer) or (validation_is_due(trainer) and not last_step):
             return
         if self._interrupt_wanted:
             self._save(trainer)
-            self.interrupted = trainer.should_stop = True
+            self._stop(trainer)
         elif last_step or self._is_time(trainer):
             self._save(trainer)
 
@@ -83,7 +85,7 @@ class ResumePoint(Checkpoint):
         if epoch_is_complete(trainer):
             self._save(trainer)
             if self._interrupt_wanted:
-                self.interrupted = trainer.should_stop = True
+                self._stop(trainer)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -96,6 +98,10 @@ class ResumePoint(Checkpoint):
     ) -> None:
         """Take it out, to be put back when training begins."""
         self._restore = checkpoint.get(RANDOM_STATE)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        self.interrupted = True
+        stop_now(trainer)
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
         steps, minutes = self.config.every_n_steps, self.config.every_n_minutes

@@ -114,6 +114,17 @@ def validation_is_due(trainer: pl.Trainer) -> bool:
     return fetcher is not None and bool(fit_loop.epoch_loop._should_check_val_fx(fetcher))
 
 
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the batch that is ending left gradients for a later batch's optimizer step."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def stop_now(trainer: pl.Trainer) -> None:
+    """End the fit after this batch. Lightning would validate once more on its way out; that is left undone."""
+    trainer.should_stop = True
+    trainer.limit_val_batches = 0
+
+
 def epoch_is_complete(trainer: pl.Trainer) -> bool:
     """Whether the batches of the current epoch have all been seen, as opposed to a stop in the middle."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())

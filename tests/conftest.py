@@ -1,5 +1,6 @@
 """Fixtures for all tests, and what must hold for the whole suite: no GPU where none is, few threads, no real cache."""
 
+import logging
 import os
 import tarfile
 from pathlib import Path
@@ -26,6 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _one_thread_per_worker() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_greetings() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,8 @@ def match(
 def pairwise_iou(boxes: Float[Tensor, "B M 4"], anchors: Float[Tensor, "A 4"]) -> Float[Tensor, "B M A"]:
     """Return the IoU of every box with every anchor, by the arithmetic of torchvision's box_iou, bit for bit."""
     x1, y1, x2, y2 = boxes.unsqueeze(-1).unbind(2)
-    anchor_x1, anchor_y1, anchor_x2, anchor_y2 = anchors.unbind(1)
+    # Contiguous rows: over strided columns the CPU runs four times as long.
+    anchor_x1, anchor_y1, anchor_x2, anchor_y2 = anchors.t().contiguous()
     width = torch.minimum(x2, anchor_x2).sub_(torch.maximum(x1, anchor_x1)).clamp_(min=0)
     height = torch.minimum(y2, anchor_y2).sub_(torch.maximum(y1, anchor_y1)).clamp_(min=0)
     intersection = width.mul_(height)

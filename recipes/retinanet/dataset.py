@@ -1,0 +1,266 @@
+"""A detection set as a map-style dataset: decoded, resized, flipped samples of static shape, and how they form a batch.
+
+A sample depends on nothing but its `SampleKey` and the seed: the flip is drawn from (seed, epoch, index), so the number
+of workers, the batch size and a resume change nothing. Crowd boxes are no training targets, as everywhere in COCO
+training (MLPerf's reference makes an exception for OpenImages: `crowd_targets`); images without boxes stay and teach
+background.
+
+What "skip" does with an image file that can't be used:
+
+- in training (`augment`) the next usable image of the set takes its place, so every batch keeps its shape and holds
+  real images only: a blank one would count in the statistics of trainable batch normalization;
+- in evaluation the sample is blank and has no boxes. Its ground truth still counts in the score, as if nothing had
+  been found in it: a score can only fall by unreadable images, never rise. Leave out the detections of such samples.
+
+Either way `bad_image_id` carries the index of the unusable image, -1 for a good sample, out of the worker process to
+whoever counts and reports.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fasttrain.errors import ConfigError, DataError
+from fasttrain.order import SampleKey
+from fasttrain.recipes.retinanet.coco import DetectionSet
+from fasttrain.recipes.retinanet.images import load_image, resize
+
+if TYPE_CHECKING:
+    from jaxtyping import UInt8
+
+Batch = dict[str, Tensor]
+ImagePolicy = Literal["error", "skip"]
+CacheKind = Literal["none", "ram"]
+
+MASK64 = 2**64 - 1
+MAX_UNUSABLE_IN_A_ROW = 100
+UNKNOWN, CACHED, UNUSABLE = 0, 1, 2
+
+
+class DetectionDataset(Dataset[Batch]):
+    """Samples with the keys and shapes of `collate`, without its batch dimension.
+
+    Args:
+        detection_set: from `read_annotations`.
+        image_size: height and width that all images are resized to.
+        max_boxes: capacity of a sample.
+        augment: flip left-right with probability 0.5.
+        seed: of the flips.
+        on_bad_image: what an unreadable image file, or one of another size than annotated, leads to; see above.
+        cache: "ram" keeps the resized images, decoding each only once; the memory is shared with forked workers.
+        crowd_targets: take crowd boxes for ordinary targets.
+
+    Raises:
+        DataError: at construction if an image has more boxes than `max_boxes`; later, under "error", at a bad image.
+        ConfigError: the cache doesn't fit into this machine's memory.
+    """
+
+    def __init__(
+        self,
+        detection_set: DetectionSet,
+        image_size: tuple[int, int],
+        max_boxes: int,
+        *,
+        augment: bool,
+        seed: int = 0,
+        on_bad_image: ImagePolicy = "error",
+        cache: CacheKind = "none",
+        crowd_targets: bool = False,
+    ) -> None:
+        self.detection_set = detection_set
+        self.image_size = image_size
+        self.max_boxes = max_boxes
+        self.augment, self.seed, self.on_bad_image = augment, seed, on_bad_image
+        self._targets = _Targets(detection_set, image_size, crowd_targets)
+        self._check_capacity()
+        self._cache = _Cache(len(detection_set.images), image_size) if cache == "ram" else None
+
+    def __len__(self) -> int:
+        return len(self.detection_set.images)
+
+    def __getitem__(self, key: SampleKey | int) -> Batch:
+        return {name: values[0] for name, values in self.__getitems__([key]).items()}
+
+    def __getitems__(self, keys: Sequence[SampleKey | int]) -> Batch:
+        """Return the samples of a whole batch already together; DataLoader asks for this one when it can.
+
+        A plain index stands for epoch 0.
+        """
+        visits = [key if isinstance(key, tuple) else SampleKey(0, int(key)) for key in keys]
+        images = torch.empty((len(visits), 3, *self.image_size), dtype=torch.uint8)
+        shown = np.empty(len(visits), dtype=np.int64)
+        bad = np.full(len(visits), -1, dtype=np.int64)
+        flipped = np.zeros(len(visits), dtype=np.bool_)
+        for row, (epoch, index) in enumerate(visits):
+            index = range(len(self))[index]
+            shown[row], pixels = self._usable(index)
+            if pixels is None or shown[row] != index:
+                bad[row] = index
+            flipped[row] = self.augment and flips(self.seed, epoch, index)
+            if pixels is None:
+                images[row] = 0
+            else:
+                images[row] = pixels.flip(-1) if flipped[row] else pixels
+        blank = (bad >= 0) & (shown == bad)
+        boxes, labels, count = self._targets.padded(np.where(blank, -1, shown), flipped, self.max_boxes)
+        sizes = self.detection_set.images.sizes[shown, ::-1].astype(np.int64)
+        return {
+            "images": images,
+            "boxes": torch.from_numpy(boxes),
+            "labels": torch.from_numpy(labels),
+            "box_count": torch.from_numpy(count),
+            "image_id": torch.from_numpy(shown),
+            "original_size": torch.from_numpy(sizes),
+            "bad_image_id": torch.from_numpy(bad),
+        }
+
+    def fault(self, index: int) -> str:
+        """Say why the image at `index` can't be used, or return "" if it can; for reporting a `bad_image_id`."""
+        record = self.detection_set.images[index]
+        try:
+            load_image(record.path, (record.height, record.width))
+        except DataError as error:
+            return str(error)
+        return ""
+
+    def _usable(self, index: int) -> tuple[int, UInt8[Tensor, "3 H W"] | None]:
+        """Return an image and its index: the one asked for, or what the policy puts in its place."""
+        pixels = self._pixels(index)
+        if pixels is not None or not self.augment:
+            return index, pixels
+        for step in range(1, min(len(self), MAX_UNUSABLE_IN_A_ROW)):
+            other = (index + step) % len(self)
+            pixels = self._pixels(other)
+            if pixels is not None:
+                return other, pixels
+        path = self.detection_set.images[index].path
+        raise DataError(
+            f"'{path}' and the {min(len(self), MAX_UNUSABLE_IN_A_ROW) - 1} images after it can't be used; "
+            "replace them, or set data.on_bad_image=error to see what is wrong with the first."
+        )
+
+    def _pixels(self, index: int) -> UInt8[Tensor, "3 H W"] | None:
+        """Return the resized image, or None if its file is bad and the policy is to skip it."""
+        state = self._cache.state[index] if self._cache else UNKNOWN
+        if state == UNUSABLE:
+            return None
+        if self._cache and state == CACHED:
+            return self._cache.images[index]
+        record = self.detection_set.images[index]
+        try:
+            pixels = resize(load_image(record.path, (record.height, record.width)), self.image_size)
+        except DataError:
+            if self.on_bad_image == "error":
+                raise
+            if self._cache:
+                self._cache.state[index] = UNUSABLE
+            return None
+        if self._cache:
+            self._cache.put(index, pixels)
+        return pixels
+
+    def _check_capacity(self) -> None:
+        counts = self._targets.counts
+        over = np.flatnonzero(counts > self.max_boxes)
+        if over.size:
+            most = int(counts.argmax())
+            others = f" (and {over.size - 1:,} more images have too many)" if over.size > 1 else ""
+            name = self.detection_set.images.name(most)
+            raise DataError(
+                f"'{self.detection_set.file}': image '{name}' has {counts[most]} boxes{others}, but data.max_boxes is "
+                f"{self.max_boxes}; set data.max_boxes={counts[most]}."
+            )
+
+
+def flips(seed: int, epoch: int, index: int) -> bool:
+    """Tell whether a sample is mirrored on this visit: a fair coin that is a pure function of its arguments.
+
+    The hash is SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014); making a
+    NumPy generator for each sample takes longer than copying a small image.
+    """
+    state = 0
+    for part in (seed, epoch, index):
+        state = ((state ^ part) + 0x9E3779B97F4A7C15) & MASK64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & MASK64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & MASK64
+        state ^= state >> 31
+    return state >> 63 == 1
+
+
+def collate(samples: Batch | Sequence[Batch]) -> Batch:
+    """Return samples as one batch of contiguous tensors with static shapes.
+
+    images         uint8   (B, 3, H, W)       RGB, resized, not normalised
+    boxes          float32 (B, max_boxes, 4)  x1 y1 x2 y2 in pixels of the resized image; padding rows are 0
+    labels         int64   (B, max_boxes)     class index; padding is -1
+    box_count      int64   (B,)
+    image_id       int64   (B,)               index of the image in the annotation file's list
+    original_size  int64   (B, 2)             height, width before the resize
+    bad_image_id   int64   (B,)               index of an image that couldn't be used here, or -1
+    """
+    if isinstance(samples, dict):
+        return samples
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+class _Targets:
+    """The training boxes of all images in pixels of the resized image, scaled once for good."""
+
+    def __init__(self, detection_set: DetectionSet, image_size: tuple[int, int], crowd_targets: bool) -> None:
+        self.width = np.float32(image_size[1])
+        of_image = np.repeat(np.arange(len(detection_set.images)), np.diff(detection_set.first_box))
+        keep = np.ones_like(detection_set.iscrowd) if crowd_targets else ~detection_set.iscrowd
+        of_image = of_image[keep]
+        self.labels = detection_set.labels[keep]
+        self.first = np.searchsorted(of_image, np.arange(len(detection_set.images) + 1))
+        self.counts = np.diff(self.first)
+        # The same float32 division and product as `scale_boxes`, for all boxes at once.
+        ratios = np.array(image_size[::-1], dtype=np.float32) / detection_set.images.sizes.astype(np.float32)
+        self.boxes = detection_set.boxes[keep] * np.tile(ratios, (1, 2))[of_image]
+
+    def padded(
+        self, images: NDArray[np.int64], flipped: NDArray[np.bool_], max_boxes: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+        """Return boxes, labels and counts of some images, by index; -1 stands for an image without boxes."""
+        boxes = np.zeros((len(images), max_boxes, 4), dtype=np.float32)
+        labels = np.full((len(images), max_boxes), -1, dtype=np.int64)
+        count = np.where(images < 0, 0, self.counts[images])
+        for row, (image, size) in enumerate(zip(images.tolist(), count.tolist(), strict=True)):
+            rows = slice(self.first[image], self.first[image] + size)
+            boxes[row, :size] = self.boxes[rows]
+            labels[row, :size] = self.labels[rows]
+            if flipped[row]:
+                boxes[row, :size, 0::2] = self.width - self.boxes[rows, 2::-2]
+        return boxes, labels, count
+
+
+class _Cache:
+    """Resized images and what is known of each, in anonymous memory that processes made by fork share.
+
+    Pages take up memory when they are first written. /dev/shm isn't used: containers often limit it to 64 MiB.
+    """
+
+    def __init__(self, images: int, image_size: tuple[int, int]) -> None:
+        height, width = image_size
+        size = images * 3 * height * width
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if size > 0.8 * memory:
+            raise ConfigError(
+                f"data.cache=ram needs {size / 1e9:.1f} GB for {images:,} images of {width} x {height}, but this "
+                f"machine has {memory / 1e9:.1f} GB; set data.cache=none, or a smaller data.image_size."
+            )
+        self.state = np.frombuffer(mmap.mmap(-1, images), dtype=np.uint8)
+        self.images = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(images, 3, height, width)
+
+    def put(self, index: int, pixels: Tensor) -> None:
+        self.images[index] = pixels
+        self.state[index] = CACHED

@@ -1,0 +1,182 @@
+"""Image files as uint8 RGB tensors, and the resize that goes with them.
+
+`load_image` gives what a person sees in a viewer: grey, palette and CMYK become RGB, transparency is dropped, 16 bits
+become the upper 8, the first frame stands for an animation, and the EXIF orientation is applied. Boxes however are in
+pixels of one particular frame, and tools disagree on which: torchvision's COCO dataset and MLPerf's reference ignore
+EXIF, detectron2 and most labelling tools apply it. So where the annotated size is given the image comes out in that
+size: rotated if that gives it, else unrotated if that does, else it is a DataError. An orientation that keeps the size
+(upside down, mirrored, or a square image) can't be decided this way and is applied.
+
+`resize` is the one of MLPerf's reference and of torchvision's detection models: bilinear, half-pixel centres, no
+antialiasing, aspect ratio not kept.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchvision  # noqa: F401  (its import registers torch.ops.image)
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from fasttrain.errors import DataError
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped, UInt8
+    from numpy.typing import NDArray
+
+RGB = 3  # torchvision.io.ImageReadMode.RGB
+EXIF_ORIENTATION = 0x0112
+EXIF_SEARCHED_BYTES = 2**17  # the EXIF block of a JPEG is at most 64 KiB long and among the first
+
+
+def load_image(path: str | Path, annotated_size: tuple[int, int] | None = None) -> UInt8[Tensor, "3 H W"]:
+    """Decode an image file to RGB.
+
+    The result may be laid out channels last in memory, as decoders write it; `resize` is fastest on that.
+
+    Args:
+        path: of the file; what it holds is told by its content, not by its name.
+        annotated_size: height and width that the image must have.
+
+    Raises:
+        DataError: the file can't be read, is empty, cut off or no image, or has another size.
+    """
+    data = _read(path)
+    pixels, orientation = _decode(path, data)
+    upright = _oriented(pixels, orientation)
+    if annotated_size is None or upright.shape[1:] == annotated_size:
+        return upright
+    if pixels.shape[1:] == annotated_size:
+        return pixels
+    height, width = annotated_size
+    turned = f" ({_size(upright)} as its EXIF rotates it)" if upright.shape != pixels.shape else ""
+    raise DataError(
+        f"'{path}' is {_size(pixels)} pixels{turned}, but its annotation says {width} x {height}; "
+        "use the file that was annotated, or correct width, height and boxes."
+    )
+
+
+def resize(image: Shaped[Tensor, "3 h w"], size: tuple[int, int]) -> Shaped[Tensor, "3 H W"]:
+    """Return the image in another height and width, contiguous.
+
+    A floating-point image gives exactly what torchvision's detection transform gives. A uint8 image stays one and is
+    within one grey level of that, in a tenth of the time.
+    """
+    if tuple(image.shape[1:]) == size:
+        return image.contiguous()
+    return F.interpolate(image[None], size=size, mode="bilinear", align_corners=False)[0].contiguous()
+
+
+def scale_boxes(
+    boxes: Float[Tensor, "*N 4"], from_size: tuple[int, int], to_size: tuple[int, int]
+) -> Float[Tensor, "*N 4"]:
+    """Return x1 y1 x2 y2 boxes of an image of one height and width in the pixels of another.
+
+    Equal to torchvision's bit for bit: both divide and multiply in the dtype of the boxes.
+    """
+    ratio_y, ratio_x = (
+        torch.tensor(to, dtype=boxes.dtype) / torch.tensor(of, dtype=boxes.dtype)
+        for to, of in zip(to_size, from_size, strict=True)
+    )
+    return boxes * torch.stack((ratio_x, ratio_y, ratio_x, ratio_y)).to(boxes.device)
+
+
+def _size(pixels: Tensor) -> str:
+    return f"{pixels.shape[2]} x {pixels.shape[1]}"
+
+
+def _read(path: str | Path) -> NDArray[np.uint8]:
+    try:
+        data = np.fromfile(path, dtype=np.uint8)
+    except FileNotFoundError:
+        raise DataError(f"there is no image file '{path}'; was it moved or deleted during the run?") from None
+    except OSError as error:
+        raise DataError(f"'{path}' can't be read: {error.strerror or error}.") from None
+    if not data.size:
+        raise DataError(f"'{path}' is empty (0 bytes); download or copy it again.")
+    return data
+
+
+def _decode(path: str | Path, data: NDArray[np.uint8]) -> tuple[Tensor, int]:
+    """Return the pixels as stored and the EXIF orientation, 1 where there is none."""
+    jpeg = data[:3].tobytes() == b"\xff\xd8\xff"
+    decode_jpeg = torchvision_jpeg_decoder() if jpeg else None
+    if decode_jpeg is not None:
+        try:
+            pixels = decode_jpeg(torch.from_numpy(data), RGB)
+        except RuntimeError:
+            pass  # an uncommon kind or a broken file: Pillow reads more kinds and says what is wrong
+        else:
+            return pixels, _jpeg_orientation(data)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # large images and odd metadata; what matters is raised
+            return _decode_with_pillow(data.tobytes())
+    except UnidentifiedImageError:
+        kind = "a damaged JPEG" if jpeg else "no image in a known format"
+        raise DataError(f"'{path}' is {kind}; replace the file or remove it from the annotations.") from None
+    except Exception as error:  # Pillow's readers raise nearly anything on damaged files, struct.error and KeyError too
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise DataError(f"'{path}' is damaged or cut off ({reason}); download or copy it again.") from None
+
+
+@lru_cache(maxsize=1)
+def torchvision_jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
+    """Return torchvision's JPEG decoder, which takes half of Pillow's time, or None if this build lacks it.
+
+    The operator is called directly: its Python wrapper warns at each call since 0.29 that TorchCodec will replace it.
+    """
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    try:
+        decode: Callable[[Tensor, int], Tensor] = torch.ops.image.decode_jpeg
+        works = decode(torch.tensor(list(file.getvalue()), dtype=torch.uint8), RGB).shape == (3, 8, 8)
+    except (AttributeError, RuntimeError):
+        return None
+    return decode if works else None
+
+
+def _jpeg_orientation(data: NDArray[np.uint8]) -> int:
+    head = data[:EXIF_SEARCHED_BYTES].tobytes()
+    if b"Exif\0\0" not in head:
+        return 1
+    try:
+        with Image.open(io.BytesIO(data.tobytes()), formats=("JPEG",)) as image:
+            return _orientation(image)
+    except Exception:  # a damaged EXIF block doesn't make the image unusable
+        return 1
+
+
+def _orientation(image: Image.Image) -> int:
+    value = image.getexif().get(EXIF_ORIENTATION, 1)
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _decode_with_pillow(data: bytes) -> tuple[Tensor, int]:
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        orientation = _orientation(image)
+        if image.mode == "F":
+            raise ValueError("it holds floating-point pixels, 8 or 16 bits are needed")
+        if image.mode.startswith("I"):  # 16 bits, which convert("RGB") would clip at 255
+            grey = (np.asarray(image).astype(np.int64).clip(0, 2**16 - 1) >> 8).astype(np.uint8)
+            return torch.from_numpy(np.repeat(grey[None], 3, axis=0)), orientation
+        pixels = np.array(image.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1), orientation
+
+
+def _oriented(pixels: Tensor, orientation: int) -> Tensor:
+    """Apply an EXIF orientation: 5 to 8 exchange rows and columns first, then each value mirrors some axes."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 2)
+    mirrored = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation)
+    return pixels.flip(mirrored) if mirrored else pixels
