@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, TupleConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from fasttrain.errors import ConfigError, nearest
+from fasttrain.errors import ConfigError
+from fasttrain.judgement import REFUSALS, refusal
 
 CONFIGS = Path(__file__).parent / "configs"
 RECIPES = Path(__file__).parent / "recipes"
-
-Container = DictConfig | ListConfig
+LARGEST_SEED = 2**32 - 1
 
 
 @dataclass
@@ -39,10 +39,18 @@ class TargetConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When the run's state is written, besides at the end of every epoch, on Ctrl-C and at the end."""
+    """When the run's state is written, besides on Ctrl-C and at the end."""
 
     every_n_steps: int | None = None
-    every_n_minutes: float | None = 10.0
+    every_n_epochs: int | None = None
+    every_n_minutes: float | None = 2.0
+    """Looked at after every step, on one process, and at the end of every epoch, on any number."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_n_steps", "every_n_epochs", "every_n_minutes"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and value <= 0:
+                raise ConfigError(f"checkpoint.{name} is {value}; it must be above 0, or null for never.")
 
 
 @dataclass
@@ -99,6 +107,10 @@ class RunConfig:
     """A file of configs/hardware; `auto` looks at this machine."""
     preset: str | None = None
     """One of the recipe's presets; null takes the one that the recipe names for this hardware."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, int) and not 0 <= self.seed <= LARGEST_SEED:
+            raise ConfigError(f"seed is {self.seed}; it must be 0 to {LARGEST_SEED}, NumPy takes no other.")
 
 
 @dataclass(frozen=True)
@@ -168,23 +180,24 @@ def override_values(overrides: Iterable[str]) -> list[tuple[str, Any]]:
             raise ConfigError(f"'{item}' isn't an override: write key=value, for instance trainer.max_epochs=3.")
         try:
             # OmegaConf's own loader, because YAML 1.1 alone reads 1e-3 as a string.
-            value = OmegaConf.from_dotlist([f"value={text}"])["value"]
+            node = OmegaConf.from_dotlist([f"value={text}"])._get_node("value")
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise ConfigError(f"the value in '{item}' can't be read: {' '.join(str(error).split())}") from None
-        pairs.append((key.strip(), value))
+        # A reference such as ${seed} stays one: it can be looked up only where the value ends up.
+        pairs.append((key.strip(), node if OmegaConf.is_config(node) else node._value()))
     return pairs
 
 
 def apply_override(config: DictConfig, key: str, value: Any) -> None:
-    """Set one dotted key in place; list items are `key.0` or `key[0]`, mappings are replaced as a whole.
+    """Set one dotted key in place; list items are `key.0` or `key[0]`, mappings are merged into what is there.
 
     Raises:
         ConfigError: the key does not exist, or the value has the wrong type.
     """
     try:
-        OmegaConf.update(config, key, value, merge=isinstance(value, DictConfig), force_add=False)
-    except (OmegaConfBaseException, IndexError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(_sentence(f"{key}={_short(value)}", error, config)) from None
+        _update(config, key, value)
+    except REFUSALS as error:
+        raise ConfigError(refusal(config, key, value, error)) from None
 
 
 def merge(schema: DictConfig, layers: Iterable[Layer]) -> DictConfig:
@@ -197,8 +210,8 @@ def merge(schema: DictConfig, layers: Iterable[Layer]) -> DictConfig:
     for layer in layers:
         try:
             merged = OmegaConf.merge(merged, layer.values)  # type: ignore[assignment]
-        except (OmegaConfBaseException, TypeError, ValueError) as error:
-            raise ConfigError(_sentence(layer.name, error, merged)) from None
+        except REFUSALS as error:
+            raise ConfigError(f"{layer.name}: {refusal(merged, '', layer.values, error)}") from None
     return merged
 
 
@@ -208,7 +221,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key in node:
             child = node._get_node(key)
             yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(node, (DictConfig, ListConfig)):
+    elif OmegaConf.is_config(node):
         yield prefix, OmegaConf.to_container(node, resolve=False) if not node._is_none() else None
     else:
         yield prefix, node._value() if hasattr(node, "_value") else node
@@ -236,20 +249,11 @@ def thaw(config: DictConfig) -> DictConfig:
     return config
 
 
-def _short(value: Any) -> str:
-    text = str(OmegaConf.to_container(value) if isinstance(value, (DictConfig, ListConfig)) else value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _sentence(where: str, error: Exception, config: DictConfig) -> str:
-    """Turn an OmegaConf error into one sentence: the source, the key and what would be accepted there."""
-    key = str(getattr(error, "full_key", "") or "")
-    parent_key, _, last = key.rpartition(".")
-    try:
-        parent = OmegaConf.select(config, parent_key, throw_on_missing=False) if parent_key else config
-    except OmegaConfBaseException:
-        parent = None
-    first_line = " ".join(str(error).splitlines()[0].split()) if str(error) else type(error).__name__
-    if last and isinstance(parent, DictConfig) and not parent._is_none() and last not in parent:
-        return f"{where}: unknown key '{key}'; {nearest(last, [str(name) for name in parent])}"
-    return f"{where}: {key + ': ' if key and key not in first_line else ''}{first_line.rstrip('.')}."
+def _update(config: DictConfig, key: str, value: Any) -> None:
+    head, last = key.rpartition(".")[::2] if not key.endswith("]") else key[:-1].rpartition("[")[::2]
+    parent = OmegaConf.select(config, head) if head else config
+    if isinstance(parent, TupleConfig) and last.isdigit():  # can't be changed, only replaced
+        items = list(parent)
+        items[int(last)] = value
+        key, value = head, items
+    OmegaConf.update(config, key, value, merge=isinstance(value, DictConfig), force_add=False)

@@ -248,7 +248,8 @@ class _Session:
         recorder, trainer, target = self.recorder, self.trainer, self.target
         seconds = recorder.seconds if recorder else time.perf_counter() - self.started
         breakdown = recorder.breakdown() if recorder else {}
-        busy = sum(breakdown.get(part, 0.0) for part in ("data_wait", "host_to_device", "step"))
+        # Training's wall time: on a GPU the parts inside it are launch times, their sum may miss where the host waits.
+        busy = seconds - sum(breakdown.get(part, 0.0) for part in ("start_up", "evaluation", "checkpoint"))
         samples = recorder.samples if recorder else 0
         goal = self.config.target
         data = self.prepared.recipe.data if self.prepared else None
@@ -269,7 +270,7 @@ class _Session:
             "steps": trainer.global_step if trainer else 0,
             "epochs": trainer.current_epoch if trainer else 0,
             "seconds": round(seconds, 3),
-            "samples_per_second": round(samples / busy, 3) if busy else None,
+            "samples_per_second": round(samples / busy, 3) if samples and busy > 0 else None,
             "breakdown_seconds": {part: round(value, 3) for part, value in breakdown.items()},
             "bad_samples": data.bad_samples() if isinstance(data, CountsBadSamples) else {},
             "error": error,

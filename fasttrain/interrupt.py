@@ -2,14 +2,18 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+# `timeout`, and a terminal that signals a whole group, deliver one wish to stop two or three times at once.
+SAME_WISH_SECONDS = 1.0
+
 
 @contextmanager
 def graceful_interrupt(first: Callable[[], None]) -> Iterator[None]:
-    """Call `first` on the first SIGINT or SIGTERM inside; the second one raises KeyboardInterrupt as always.
+    """Call `first` on the first SIGINT or SIGTERM inside; a later one raises KeyboardInterrupt as always.
 
     Puts the former handlers back at the end. Outside of the main thread, where Python allows no handlers, does nothing.
     """
@@ -18,14 +22,15 @@ def graceful_interrupt(first: Callable[[], None]) -> Iterator[None]:
         return
     signals = (signal.SIGINT, signal.SIGTERM)
     former = {number: signal.getsignal(number) for number in signals}
-    asked = False
+    asked_at: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        nonlocal asked_at
+        if asked_at is None:
+            asked_at = time.monotonic()
+            first()
+        elif time.monotonic() - asked_at > SAME_WISH_SECONDS:
             raise KeyboardInterrupt
-        asked = True
-        first()
 
     for number in signals:
         signal.signal(number, handle)

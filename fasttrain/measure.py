@@ -119,8 +119,10 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_ms(call: Callable[[], Any], device: torch.device | str, *, warmup: int = 3, repeats: int = 10) -> Timing:
-    """Time a call on a device. On CUDA by events around each call, on a CPU by the host clock."""
+def sample_ms(
+    call: Callable[[], Any], device: torch.device | str, *, warmup: int = 3, repeats: int = 10
+) -> list[float]:
+    """Return the milliseconds of each repeat. On CUDA by events around each call, on a CPU by the host clock."""
     for _ in range(warmup):
         call()
     synchronize(device)
@@ -137,7 +139,16 @@ def time_ms(call: Callable[[], Any], device: torch.device | str, *, warmup: int 
             begin = time.perf_counter()
             call()
             times.append((time.perf_counter() - begin) * 1e3)
-    return Timing(*summarize(times))
+    return times
+
+
+def time_ms(call: Callable[[], Any], device: torch.device | str, *, warmup: int = 3, repeats: int = 10) -> Timing:
+    """Return median and spread of `sample_ms`."""
+    return Timing(*summarize(sample_ms(call, device, warmup=warmup, repeats=repeats)))
+
+
+# Lightning's mixed precisions and the type that autocast uses for them.
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class StepProbe:
@@ -150,13 +161,17 @@ class StepProbe:
     def __init__(self, module: pl.LightningModule, batch: Any, device: str) -> None:
         self.module, self.batch, self.device = module, batch, torch.device(device)
 
-    def __call__(
+    def __call__(self, *arguments: Any, **options: Any) -> Timing:
+        """Return median and spread of `sample_ms`, which takes the same arguments."""
+        return Timing(*summarize(self.sample_ms(*arguments, **options)))
+
+    def sample_ms(
         self,
         prepare: Callable[[pl.LightningModule, Any], Any] = lambda module, batch: batch,
         autocast: torch.dtype | None = None,
         warmup: int = 2,
         repeats: int = 7,
-    ) -> Timing:
+    ) -> list[float]:
         """Time forward and backward after `prepare(module_copy, device_batch)`, which returns the batch to use."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.enable_grad():
@@ -167,11 +182,11 @@ class StepProbe:
             def step() -> None:
                 with torch.autocast(self.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
                     output = module.training_step(batch, 0)
-                loss = output["loss"] if isinstance(output, dict) else output
+                loss: Any = output["loss"] if isinstance(output, dict) else output
                 loss.backward()
                 module.zero_grad()
 
-            return time_ms(step, self.device, warmup=warmup, repeats=repeats)
+            return sample_ms(step, self.device, warmup=warmup, repeats=repeats)
 
 
 def _columns() -> list[str]:

@@ -17,7 +17,7 @@ class SampleKey(NamedTuple):
     """One visit of one sample: the epoch it happens in and the sample's index in the dataset."""
 
     epoch: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
 
 
 class EpochOrder(DistributedSampler[Any]):

@@ -27,6 +27,9 @@ WIDE, TALL = (4.8, 2.95), (4.8, 4.1)
 MOST_POINTS = 500
 """A curve with more points than this is drawn by averages: finer than a screen shows, and the page stays small."""
 
+MOST_SCORES = 4
+"""Scores drawn of one run: the one it is judged by and the first few of its parts."""
+
 NOT_SCORES = ("loss", "lr", "per_second", "seconds", "_ms", "bytes", "grad", "norm", "epoch", "memory")
 """Parts of names that mark a logged number as no score, for runs whose result doesn't name theirs."""
 
@@ -110,7 +113,7 @@ def loss_figure(run: RunSummary, theme: Theme = PAPER) -> Figure:
         axes.set_ylim(0, max(seen) * 1.08)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(axes, theme, "upper right")
     return figure
@@ -126,13 +129,16 @@ def score_figure(run: RunSummary, theme: Theme = PAPER) -> Figure:
     for index, name in enumerate(names):
         curve = run.curves[name]
         main = index == 0
+        values = _defined(curve)
+        if np.isnan(values).all():
+            continue
         axes.plot(
             np.asarray(curve.seconds) / seconds_per_unit,
-            curve.values,
+            values,
             color=theme.color(index),
             linewidth=2.2 if main else 1.1,
             alpha=1 if main else 0.75,
-            marker="o" if len(curve.values) < 60 else None,
+            marker="o" if len(values) < 60 else None,
             markersize=4 if main else 2.5,
             label=name,
             zorder=3 if main else 2,
@@ -187,7 +193,7 @@ def comparison_figure(runs: Sequence[RunSummary], theme: Theme = PAPER) -> Figur
             curve = run.curves[name]
             names.add(name)
             seconds = np.asarray(curve.seconds) / seconds_per_unit
-            axes.plot(seconds, curve.values, color=theme.color(index), linewidth=1.8, label=label, marker="o",
+            axes.plot(seconds, _defined(curve), color=theme.color(index), linewidth=1.8, label=label, marker="o",
                       markersize=3, linestyle=("-", "--", ":")[index // len(theme.palette) % 3])  # fmt: skip
             if run.target and run.reached:
                 value = _value_at(curve, run.reached.seconds, run.target.value)
@@ -211,8 +217,8 @@ def score_names(run: RunSummary) -> list[str]:
     """
     main = run.target.name if run.target else run.quality.name if run.quality else ""
     if main in run.curves:
-        return [main, *(name for name in run.curves if name.startswith(f"{main}_"))][:6]
-    return [name for name in run.curves if not any(part in name.lower() for part in NOT_SCORES)][:6]
+        return [main, *(name for name in run.curves if name.startswith(f"{main}_"))][:MOST_SCORES]
+    return [name for name in run.curves if not any(part in name.lower() for part in NOT_SCORES)][:MOST_SCORES]
 
 
 def smoothed(values: Values) -> Values:
@@ -250,6 +256,12 @@ def _total_first(losses: Mapping[str, Curve]) -> dict[str, Curve]:
         return -float(np.median(values)) if values.size else 0.0
 
     return {name: losses[name] for name in sorted(losses, key=size)}
+
+
+def _defined(curve: Curve) -> Values:
+    """Return a score's values with NaN for -1, which COCO's scorers write where no ground truth of a size exists."""
+    values = np.asarray(curve.values, np.float64)
+    return np.where(values == -1, np.nan, values)
 
 
 def _value_at(curve: Curve | None, seconds: float, otherwise: float) -> float:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fasttrain.config import (
     CONFIGS,
@@ -14,6 +15,7 @@ from fasttrain.config import (
     Layer,
     Resolved,
     RunConfig,
+    TargetConfig,
     apply_override,
     leaves,
     load_layer,
@@ -24,7 +26,12 @@ from fasttrain.config import (
 )
 from fasttrain.environment import Hardware
 from fasttrain.errors import ConfigError, nearest
-from fasttrain.sections import SECTIONS, import_class, instantiate, schema_of, take_class
+from fasttrain.judgement import parts, yaml_text
+from fasttrain.sections import SECTIONS, import_class, instantiate, schema_of, take_class, take_class_override
+
+COMMAND_LINE = "command line"
+CHOICES = ("hardware", "preset", "optimizations")
+"""Keys whose values choose layers."""
 
 
 @runtime_checkable
@@ -66,6 +73,8 @@ def find_recipe(name: str) -> Path:
         return known[name]
     if path.suffix in (".yaml", ".yml") and path.stem in known and path.parent.name in ("", "recipes"):
         return known[path.stem]
+    if "=" in name:
+        raise ConfigError(f"'{name}' stands where the recipe is named; write it after the recipe.")
     if path.suffix in (".yaml", ".yml"):
         raise ConfigError(f"there is no recipe file '{name}'; shipped recipes: {', '.join(known)}.")
     raise ConfigError(f"there is no recipe '{name}'; {nearest(name, known)}")
@@ -77,38 +86,10 @@ def resolve(recipe: Path, overrides: Iterable[str] = (), hardware: Hardware | No
     Raises:
         ConfigError: an unknown key, preset, fragment or class, or a value of the wrong type.
     """
-    hardware = hardware or Hardware.here()
-    items = override_values(overrides)
-    front = load_layer(recipe)
-    values = front.values.copy()
-    presets = values.pop("presets", None) or {}
-    preset_for = values.pop("preset_for", None) or {}
-    command = _first_values(items, ("hardware", "preset", "optimizations", *SECTIONS))
-
-    hardware_name = command.get("hardware", values.get("hardware", "auto"))
-    hardware_layer = _hardware_layer(hardware_name, hardware)
-    preset = command.get("preset", values.get("preset"))
-    note = None
-    if preset is None and presets:
-        preset = preset_for.get(hardware_layer.values.get("hardware", hardware.kind))
-        if preset is not None:
-            note = f"{hardware.sentence}: preset '{preset}' (preset={_other(presets, preset)} overrides)"
-    layers = [load_layer(CONFIGS / "base.yaml", "configs/base"), Layer(recipe.name, values)]
-    fragment = command.get("optimizations", values.get("optimizations"))
-    if isinstance(fragment, str):
-        layers[1].values.pop("optimizations", None)
-        layers.append(_fragment_layer(fragment))
-        items = [item for item in items if item[0] != "optimizations"]
-    layers.append(hardware_layer)
-    if front.values.get("resolved"):
-        # A run folder's config.yaml holds every value already: no machine's defaults may change them.
-        layers = [layer for layer in layers if layer is not hardware_layer and layer.name != "configs/base"]
-        layers[0].values.pop("resolved", None)
-    elif preset is not None:
-        if preset not in presets:
-            raise ConfigError(f"preset={preset}: {recipe.name} has no such preset; {nearest(str(preset), presets)}")
-        layers.append(Layer(f"preset {preset}", OmegaConf.create(presets[preset])))
-    return _judge(layers, items, hardware_layer.values.get("hardware"), preset, note)
+    try:
+        return _resolve(recipe, override_values(overrides), hardware or Hardware.here())
+    except OmegaConfBaseException as error:  # such as a reference in a place where it is needed at once
+        raise ConfigError(f"{recipe.name}: {' '.join(str(error).splitlines()[0].split()).rstrip('.')}.") from error
 
 
 def build(resolved: Resolved) -> Recipe:
@@ -141,89 +122,154 @@ def _fill_in(resolved: Resolved, facts: dict[str, Any]) -> None:
             resolved.origin[key] = "data"
 
 
-def _judge(
-    layers: list[Layer], items: list[tuple[str, Any]], hardware: str | None, preset: str | None, note: str | None
-) -> Resolved:
-    classes: dict[str, str] = {}
-    schema = OmegaConf.structured(RunConfig)
-    items = [(f"{key}.class", value) if key in SECTIONS and isinstance(value, str) else (key, value)
-             for key, value in items]  # fmt: skip
+def _resolve(recipe: Path, items: list[tuple[str, Any]], hardware: Hardware) -> Resolved:
+    front = load_layer(recipe, recipe.name)
+    values = front.values
+    presets, preset_for = _presets(front)
+    if "recipe" not in values:
+        values["recipe"] = recipe.stem
+    command = {key: value for key, value in items if key in CHOICES}
+    items = [item for item in items if item[0] not in ("hardware", "preset")]
+
+    if values.pop("resolved", False):  # a run folder's config.yaml: no machine's defaults may change its values
+        if command.get("preset") is not None:
+            raise ConfigError(
+                f"preset={command['preset']}: {front.name} is a finished configuration, in which every value is "
+                "settled; presets are chosen where its recipe is named."
+            )
+        layers, note = [front], None
+        if "hardware" in command:
+            layers.append(_hardware_layer(command["hardware"], hardware))
+    else:
+        hardware_layer = _hardware_layer(command.get("hardware", values.get("hardware", "auto")), hardware)
+        layers = [load_layer(CONFIGS / "base.yaml", "configs/base"), front, hardware_layer]
+        asked = command.get("preset", values.get("preset"))
+        preset = preset_for.get(hardware_layer.values["hardware"]) if asked is None else asked
+        note = f"{hardware.sentence}: preset '{preset}'" if preset is not None and asked is None else None
+        if note and (others := [name for name in presets if name != preset]):
+            note += f" (preset={others[-1]} overrides)"
+        if preset is not None:
+            layers.append(_preset_layer(presets, preset, front.name))
+    if isinstance(command.get("optimizations"), str):
+        layers.append(Layer(COMMAND_LINE, OmegaConf.create({"optimizations": command["optimizations"]})))
+        items = [item for item in items if item[0] != "optimizations"]
+    return _judge(front.name, _with_sets_expanded(layers), items, note)
+
+
+def _judge(recipe: str, layers: list[Layer], items: list[tuple[str, Any]], note: str | None) -> Resolved:
+    schema, classes, origin = OmegaConf.structured(RunConfig), {}, {}
     for section in SECTIONS:
         for position, layer in enumerate(layers):
             layers[position], path = take_class(layer, section)
-            classes[section] = path or classes.get(section, "")
-        for key, value in items:
-            if key == f"{section}.class":
-                classes[section] = value
-        if not classes[section]:
+            if path is not None:
+                classes[section], origin[f"{section}.class"] = path, layer.name
+        path, items = take_class_override(items, section)
+        if path is not None:
+            classes[section], origin[f"{section}.class"] = path, COMMAND_LINE
+        if section not in classes:
             raise ConfigError(
-                f"{layers[-1].name if len(layers) == 1 else layers[1].name}: no '{section}' is given; name a class: {section}: my_project.{section}.LitClass."
+                f"{recipe}: no '{section}' is given; name a class, for instance {section}: my_project.{section}.LitThing."
             )
         section_schema = schema_of(import_class(classes[section], section))
         schema[section] = {} if section_schema is None else section_schema
-    items = [item for item in items if item[0] not in {f"{section}.class" for section in SECTIONS}]
     config = merge(thaw(schema), layers)
     for key, value in items:
-        if key in ("hardware", "preset"):
-            continue
         _make_way(config, key)
         apply_override(config, key, value)
-    config["preset"] = preset
-    if hardware:
-        config["hardware"] = hardware
-    if not OmegaConf.is_missing(config, "recipe"):
-        _resolve_references(config)
-    command_layer = Layer("command line", OmegaConf.create({}))
-    origin = origins(config, layers)
+    _judge_whole(recipe, config)
+    origin |= origins(config, layers)
     for key, _ in items:
-        plain = key.replace("[", ".").replace("]", "")
+        overridden = ".".join(parts(key))
         for leaf in origin:
-            if leaf == plain or leaf.startswith(plain + ".") or plain.startswith(leaf + "."):
-                origin[leaf] = command_layer.name
-    return Resolved(config, classes, origin, note)
+            if leaf == overridden or leaf.startswith(overridden + ".") or overridden.startswith(leaf + "."):
+                origin[leaf] = COMMAND_LINE
+    resolved = Resolved(config, classes, origin, note)
+    _ = resolved.run  # the sections' dataclasses judge their values when they are made
+    return resolved
 
 
-def _resolve_references(config: DictConfig) -> None:
+def _judge_whole(recipe: str, config: DictConfig) -> None:
+    """Look up references, and see that nothing is missing that no class can fill in."""
     try:
         OmegaConf.resolve(config)
-    except Exception as error:
-        raise ConfigError(f"a reference can't be resolved: {' '.join(str(error).split())}.") from None
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{recipe}: {key}{' '.join(str(error).splitlines()[0].split()).rstrip('.')}.") from None
+    missing = sorted(key for key in OmegaConf.missing_keys(config) if key.partition(".")[0] not in SECTIONS)
+    if missing:
+        raise ConfigError(f"{recipe}: {missing[0]} must be set.")
 
 
 def _make_way(config: DictConfig, key: str) -> None:
     """Let an override reach below a value that is null or absent where any key is allowed."""
-    head, _, rest = key.partition(".")
-    if head == "optimizations" and rest:
-        name, _, deeper = rest.partition(".")
-        if (deeper and (name not in config.optimizations or config.optimizations[name] is None)) or (deeper and isinstance(config.optimizations[name], bool)):
-            config.optimizations[name] = {}
-        if deeper:
-            OmegaConf.set_struct(config.optimizations[name], False)
+    head, *rest = parts(key)
+    if head == "optimizations" and len(rest) > 1:
+        if not isinstance(config.optimizations.get(rest[0]), DictConfig):  # null, false and true leave no parameters
+            config.optimizations[rest[0]] = {}
+        OmegaConf.set_struct(config.optimizations[rest[0]], False)
     elif head == "target" and rest and config.target is None:
-        config.target = {}
+        config.target = OmegaConf.structured(TargetConfig)
 
 
-def _first_values(items: list[tuple[str, Any]], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in items if key in keys}
+def _presets(front: Layer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Take the presets, by name, and the names of those meant for a kind of hardware out of a recipe's values."""
+    taken = []
+    for key in ("presets", "preset_for"):
+        value = OmegaConf.to_container(front.values.pop(key, None) or OmegaConf.create({}), resolve=False)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{front.name}: {key} is {yaml_text(value)}; a mapping of names is expected.")
+        taken.append(value)
+    presets, preset_for = taken
+    for kind, name in preset_for.items():
+        if kind not in _hardware_files():
+            raise ConfigError(f"{front.name}: preset_for.{kind}: unknown hardware; {nearest(kind, _hardware_files())}")
+        if name not in presets:
+            raise ConfigError(f"{front.name}: preset_for.{kind} is {name}, no such preset; {nearest(name, presets)}")
+    for name, values in presets.items():
+        if not isinstance(values, dict):
+            raise ConfigError(f"{front.name}: presets.{name} is {yaml_text(values)}; a mapping of values is expected.")
+    return presets, preset_for
 
 
-def _hardware_layer(name: str, hardware: Hardware) -> Layer:
-    files = {path.stem: path for path in (CONFIGS / "hardware").glob("*.yaml")}
+def _preset_layer(presets: dict[str, Any], name: Any, recipe: str) -> Layer:
+    if not isinstance(name, (str, int)) or name not in presets:
+        has = f"has no such preset; {nearest(str(name), map(str, presets))}" if presets else "has no presets."
+        raise ConfigError(f"preset={yaml_text(name)}: {recipe} {has}")
+    return Layer(f"preset {name}", OmegaConf.create({**presets[name], "preset": str(name)}))
+
+
+def _hardware_files() -> dict[str, Path]:
+    return {path.stem: path for path in (CONFIGS / "hardware").glob("*.yaml")}
+
+
+def _hardware_layer(name: Any, hardware: Hardware) -> Layer:
+    files = _hardware_files()
     chosen = hardware.kind if name == "auto" else name
-    if chosen not in files:
-        raise ConfigError(f"hardware={chosen}: there is no such file in configs/hardware; {nearest(chosen, files)}")
+    if not isinstance(chosen, str) or chosen not in files:
+        raise ConfigError(
+            f"hardware={yaml_text(chosen)}: there is no such file in configs/hardware; {nearest(str(chosen), files)}"
+        )
     layer = load_layer(files[chosen], f"hardware {chosen}")
     layer.values["hardware"] = chosen
     return layer
 
 
-def _fragment_layer(name: str) -> Layer:
+def _with_sets_expanded(layers: list[Layer]) -> list[Layer]:
+    """Put the file of configs/optimizations in the place of its name. It means that set and no other: what layers
+    before it ask for is dropped."""
+    expanded: list[Layer] = []
+    for layer in layers:
+        name = layer.values.get("optimizations")
+        expanded.append(layer)
+        if isinstance(name, str):
+            for each in expanded:
+                each.values.pop("optimizations", None)
+            expanded.append(_set_layer(name))
+    return expanded
+
+
+def _set_layer(name: str) -> Layer:
     files = {path.stem: path for path in (CONFIGS / "optimizations").glob("*.yaml")}
     if name not in files:
         raise ConfigError(f"optimizations={name}: no such set in configs/optimizations; {nearest(name, files)}")
     return load_layer(files[name], f"optimizations {name}")
-
-
-def _other(presets: Any, chosen: str) -> str:
-    others = [str(name) for name in presets if name != chosen]
-    return others[-1] if others else chosen

@@ -10,7 +10,7 @@ import torch
 from fasttrain.clock import PARTS, RunClock
 from fasttrain.errors import OptimizationError
 from fasttrain.plan import Plan
-from fasttrain.trainer import logging_step
+from fasttrain.trainer import logging_interval, logging_step
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class RunRecorder(pl.Callback):
         """Count; at the logging interval, log the throughput since the last time."""
         count = pl_module.samples_in(batch) if isinstance(pl_module, CountsSamples) else samples_in(batch)
         self.samples += count * trainer.world_size
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.global_step % logging_interval(trainer) == 0:
             self._log_throughput(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

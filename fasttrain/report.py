@@ -8,12 +8,11 @@ import csv
 import io
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -34,6 +33,9 @@ RUN_FILES = {
 """The files of a run folder, and what a report can't say without each."""
 
 UNKNOWN = "—"
+
+NOT_REACHED = ("finished", "interrupted", "failed")
+"""Statuses of a run that ended short of its target, if it had one."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class RunSummary:
     breakdown_seconds: Mapping[str, float]
     bad_samples: Mapping[str, Any]
     environment: Mapping[str, Any]
-    optimizations: tuple[PlannedOptimization, ...]
+    optimizations: tuple[PlannedOptimization, ...] | None
     config: Mapping[str, Any]
     config_text: str
     curves: Mapping[str, Curve]
@@ -141,11 +143,11 @@ def load_run(path: Path) -> RunSummary:
         steps=_first_integer(result.get("steps"), max((c.steps[-1] for c in curves.values()), default=None)),
         epochs=_first_integer(result.get("epochs")),
         seconds=_first_number(result.get("seconds"), max((max(c.seconds) for c in curves.values()), default=None)),
-        samples_per_second=_first_number(result.get("samples_per_second"), median(rates.values) if rates else None),
+        samples_per_second=_first_number(result.get("samples_per_second"), fmean(rates.values) if rates else None),
         breakdown_seconds=_numbers(result.get("breakdown_seconds")),
         bad_samples=_mapping(result.get("bad_samples")),
         environment=environment,
-        optimizations=tuple(_optimization(line) for line in _list(plan.get("optimizations"))),
+        optimizations=tuple(map(_optimization, _list(plan["optimizations"]))) if "optimizations" in plan else None,
         config=config,
         config_text=_read_text(path / "config.yaml"),
         curves=curves,
@@ -161,14 +163,11 @@ def _require_run_folder(path: Path) -> None:
         raise ConfigError(f"'{path}' does not exist; a run folder is written by `fasttrain fit` and holds {holds}.")
     if not path.is_dir():
         raise ConfigError(f"'{path}' is a file, not a run folder; give the folder that holds {holds}.")
-    if not _is_run_folder(path):
-        inside = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_run_folder(child))
+    if not any((path / name).is_file() for name in RUN_FILES):
+        configs = (*path.glob("*/config.yaml"), *path.glob("*/*/config.yaml"))
+        inside = sorted(config.parent.relative_to(path).as_posix() for config in configs)
         hint = f" Run folders inside it: {', '.join(inside[-3:])}." if inside else ""
         raise ConfigError(f"'{path}' is no run folder: it holds none of {holds}.{hint}")
-
-
-def _is_run_folder(path: Path) -> bool:
-    return any((path / name).is_file() for name in RUN_FILES)
 
 
 def _read_text(path: Path) -> str:
@@ -192,8 +191,7 @@ def _read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         problems.append(f"{path.name} holds no keys and values: {loss}.")
-        return {}
-    return {str(key): item for key, item in value.items()}
+    return _mapping(value)
 
 
 def _read_metrics(path: Path, problems: list[str]) -> dict[str, Curve]:
@@ -213,8 +211,7 @@ def _read_metrics(path: Path, problems: list[str]) -> dict[str, Curve]:
         except (KeyError, TypeError, ValueError):
             unreadable += 1
     if unreadable:
-        lines = "1 line is" if unreadable == 1 else f"{unreadable} lines are"
-        problems.append(f"metrics.csv: {lines} cut short or damaged and left out.")
+        problems.append(f"metrics.csv: lines that are cut short or damaged and left out: {unreadable}.")
     if not points:
         problems.append(f"metrics.csv holds no values: {RUN_FILES['metrics.csv']}.")
     curves = {name: _curve(by_step) for name, by_step in sorted(points.items())}
@@ -248,8 +245,14 @@ def _text(value: Any) -> str:
 
 
 def _first_number(*values: Any) -> float | None:
-    numbers = (float(v) for v in values if isinstance(v, (int, float)) and not isinstance(v, bool))
-    return next((number for number in numbers if math.isfinite(number)), None)
+    for value in values:
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+        if math.isfinite(number):
+            return number
+    return None
 
 
 def _first_integer(*values: Any) -> int | None:
@@ -258,8 +261,7 @@ def _first_integer(*values: Any) -> int | None:
 
 
 def _numbers(value: Any) -> dict[str, float]:
-    numbers = {key: _first_number(item) for key, item in _mapping(value).items()}
-    return {key: number for key, number in numbers.items() if number is not None}
+    return {key: number for key, item in _mapping(value).items() if (number := _first_number(item)) is not None}
 
 
 def _quality(value: Any) -> Quality | None:
@@ -285,23 +287,29 @@ def _target(value: Any) -> Target | None:
 def _reached(value: Any) -> Reached | None:
     at = _mapping(value)
     seconds = _first_number(at.get("seconds"))
-    if seconds is None:
-        return None
-    return Reached(seconds, *(_first_integer(at.get(key)) for key in ("step", "epoch", "samples")))
+    rest = (_first_integer(at.get(key)) for key in ("step", "epoch", "samples"))
+    return None if seconds is None else Reached(seconds, *rest)
 
 
 def _optimization(value: Any) -> PlannedOptimization:
     line = _mapping(value)
     name, verdict, reason, stage, grade = (_text(line.get(k)) for k in ("name", "verdict", "reason", "stage", "grade"))
-    changes = tuple(_change(change) for change in _list(line.get("changes")))
-    return PlannedOptimization(name, verdict, reason, stage, grade, changes)
+    return PlannedOptimization(name, verdict, reason, stage, grade, _changes(line.get("changes")))
 
 
-def _change(value: Any) -> str:
-    change = _mapping(value)
-    count = _first_integer(change.get("count"))
-    words = f"{_text(change.get('path'))}: {_text(change.get('what'))}".strip(": ")
-    return words if count in (None, 1) else f"{words} ({count:,} times)"
+def _changes(value: Any) -> tuple[str, ...]:
+    """Return a sentence for each kind of change: a full model would have hundreds of lines, one for each weight."""
+    places: dict[str, list[tuple[str, int]]] = {}
+    for change in map(_mapping, _list(value)):
+        place = (_text(change.get("path")), _first_integer(change.get("count"), 1) or 1)
+        places.setdefault(_text(change.get("what")), []).append(place)
+    return tuple(_change_sentence(what, found) for what, found in places.items())
+
+
+def _change_sentence(what: str, places: Sequence[tuple[str, int]]) -> str:
+    count, (first, _), (last, _) = sum(count for _, count in places), places[0], places[-1]
+    words = f"{first}: {what}" if len(places) == 1 else f"{what} in {len(places):,} places, from {first} to {last}"
+    return f"{words} ({count:,} times)" if count > len(places) else words
 
 
 @dataclass(frozen=True)
@@ -384,22 +392,15 @@ def breakdown(run: RunSummary) -> list[tuple[str, float, float]]:
 
 def headline(run: RunSummary) -> str:
     """Return one sentence that says how the run ended."""
-    quality = f"{run.quality.name} {format_score(run.quality.best)}" if run.quality else "no score"
+    quality = f"{q.name} {format_score(q.best)}" if (q := run.quality) and q.best is not None else "no score"
     if run.reached:
         where = [f"{name} {value:,}" for name, value in (("epoch", run.reached.epoch), ("step", run.reached.step))
                  if value is not None]  # fmt: skip
         at = f" ({', '.join(where)})" if where else ""
         return f"Reached {format_target(run.target)} after {format_duration(run.reached.seconds)}{at}."
     end = "No result was written; last seen" if run.status == "unknown" else run.status.replace("_", " ").capitalize()
-    goal = f", short of {format_target(run.target)}" if run.target and not _good_enough(run) else ""
+    goal = f", short of {format_target(run.target)}" if run.target and run.status in NOT_REACHED else ""
     return f"{end} after {format_duration(run.seconds)} with {quality}{goal}."
-
-
-def _good_enough(run: RunSummary) -> bool:
-    best = run.quality.best if run.quality else None
-    if best is None or run.target is None:
-        return False
-    return best <= run.target.value if run.target.mode == "min" else best >= run.target.value
 
 
 def facts(run: RunSummary) -> list[tuple[str, str]]:
@@ -442,7 +443,7 @@ def plan_table(run: RunSummary) -> TextTable:
     """Return each optimization of the plan with its verdict, and what it changed or why it didn't."""
     rows = tuple(
         (line.name, line.verdict, line.grade, line.stage, "\n".join(filter(None, (line.reason, *line.changes))))
-        for line in run.optimizations
+        for line in run.optimizations or ()
     )
     return TextTable("Optimizations", ("name", "verdict", "grade", "stage", "why, and what changed"), "lllll", rows)
 
@@ -459,7 +460,7 @@ def comparison_table(runs: Sequence[RunSummary]) -> TextTable:
         "recipe": [run.recipe for run in runs],
         "target": [format_target(run.target) for run in runs],
         "hardware": [hardware(run) for run in runs],
-        "on": [", ".join(o.name for o in run.optimizations if o.verdict == "applies") or "plain" for run in runs],
+        "on": [_switched_on(run) for run in runs],
     }
     movable = ("seed", "recipe", "target", "hardware", "on")
     shared = [name for name in movable if len(runs) > 1 and len(set(columns[name])) == 1]
@@ -467,6 +468,11 @@ def comparison_table(runs: Sequence[RunSummary]) -> TextTable:
     shown = {name: cells for name, cells in columns.items() if name not in shared}
     align = "".join("r" if name in ("time to target", "samples/s") else "l" for name in shown)
     return TextTable("Runs", tuple(shown), align, tuple(zip(*shown.values(), strict=True)), note)
+
+
+def _switched_on(run: RunSummary) -> str:
+    names = [line.name for line in run.optimizations or () if line.verdict == "applies"]
+    return UNKNOWN if run.optimizations is None else ", ".join(names) or "plain"
 
 
 def seed_tables(runs: Sequence[RunSummary]) -> list[TextTable]:
@@ -550,28 +556,21 @@ def _benchmark_table(key: tuple[str, ...], rows: Sequence[Mapping[str, Any]]) ->
 def _benchmark_cell(row: Mapping[str, Any] | None, by_variant: Mapping[str, Mapping[str, Any]]) -> str:
     if row is None:
         return UNKNOWN
-    value, p10, p90 = (_cell_number(row.get(key)) for key in ("value", "p10", "p90"))
+    value, p10, p90 = (_first_number(row.get(name)) for name in ("value", "p10", "p90"))
     baseline = by_variant.get("plain") or by_variant.get("eager")
     gain = _speed_up(row, baseline) if baseline is not None and baseline is not row else None
     first = format_number(value, 4) + (f"  {gain:.2f}x" if gain is not None else "")
     return first if p10 is None or p90 is None else f"{first}\n{format_number(p10, 4)} to {format_number(p90, 4)}"
 
 
-def _cell_number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def _speed_up(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
-    value, base = _cell_number(row.get("value")), _cell_number(baseline.get("value"))
+    value, base = _first_number(row.get("value")), _first_number(baseline.get("value"))
     unit = str(row.get("unit") or "").strip()
     if not value or not base:
         return None
     if unit in ("ns", "us", "µs", "ms", "s", "min", "h", "seconds", "minutes", "hours"):
         return base / value
-    return value / base if re.search(r"(/ ?s|per[_ ]second|per_s)$", unit) else None
+    return value / base if unit.endswith(("/s", "/second", "per second", "per_second", "_per_s")) else None
 
 
 def print_report(runs: Sequence[RunSummary], console: Console | None = None) -> None:

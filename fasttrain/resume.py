@@ -10,7 +10,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from fasttrain.config import CheckpointConfig
 from fasttrain.errors import DataError
 from fasttrain.randomness import random_state, set_random_state
-from fasttrain.trainer import epoch_is_complete, is_accumulating, stop_now, validation_is_due
+from fasttrain.trainer import (
+    epoch_is_complete,
+    fit_is_ending,
+    is_accumulating,
+    is_between_batches,
+    stop_now,
+    validation_is_due,
+)
 
 LAST = "last.ckpt"
 BEST = "best.ckpt"
@@ -20,8 +27,8 @@ RANDOM_STATE = "fasttrain_random_state"
 class ResumePoint(Checkpoint):
     """Keeps `last.ckpt`, from which the run goes on bit for bit where the kernels are deterministic.
 
-    It is written at the end of every epoch, at the configured interval, at the last step, and when `interrupt()` was
-    called. Lightning can continue exactly from two places only: after a batch that no validation follows, and after
+    It is written at the configured intervals, at the last step, when `interrupt()` was called, and when the next batch
+    can't be fetched, so that a broken image costs nothing that was computed before it. Lightning can continue exactly from two places only: after a batch that no validation follows, and after
     a whole epoch with its validation. So a stop that is asked for when a validation is due waits for it to end, and
     one in the middle of accumulating gradients for the optimizer step.
 
@@ -82,10 +89,24 @@ class ResumePoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save after a whole epoch; Lightning also comes here when it stops in the middle of one."""
-        if epoch_is_complete(trainer):
+        if not epoch_is_complete(trainer):
+            return
+        epochs = self.config.every_n_epochs
+        if (
+            self._interrupt_wanted
+            or fit_is_ending(trainer)
+            or (epochs and (trainer.current_epoch + 1) % epochs == 0)
+            or trainer.strategy.reduce_boolean_decision(self._minutes_are_over(), all=False)
+        ):
             self._save(trainer)
-            if self._interrupt_wanted:
-                self._stop(trainer)
+        if self._interrupt_wanted:
+            self._stop(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Save if it was the fetching of a batch that failed: the state is then that of a whole number of steps."""
+        fetching_failed = isinstance(exception, Exception) and is_between_batches(trainer)
+        if fetching_failed and trainer.world_size == 1 and self.saved_at_step != trainer.global_step:
+            self._save(trainer)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -104,12 +125,15 @@ class ResumePoint(Checkpoint):
         stop_now(trainer)
 
     def _is_time(self, trainer: pl.Trainer) -> bool:
-        steps, minutes = self.config.every_n_steps, self.config.every_n_minutes
+        steps = self.config.every_n_steps
         if steps and trainer.global_step % steps == 0 and trainer.global_step != self.saved_at_step:
             return True
-        waited = time.monotonic() - self._last_saved
-        # Ranks' clocks differ, and all of them must save together.
-        return bool(minutes) and trainer.world_size == 1 and waited >= minutes * 60  # type: ignore[operator]
+        # Ranks' clocks differ, and all of them must save together: several agree at the end of an epoch only.
+        return trainer.world_size == 1 and self._minutes_are_over()
+
+    def _minutes_are_over(self) -> bool:
+        minutes = self.config.every_n_minutes
+        return minutes is not None and time.monotonic() - self._last_saved >= minutes * 60
 
     def _save(self, trainer: pl.Trainer) -> None:
         try:

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fasttrain.config import Layer, thaw
 from fasttrain.errors import ConfigError, nearest
+from fasttrain.judgement import yaml_text
 
 SECTIONS = ("module", "data")
 
@@ -22,7 +23,7 @@ def import_class(path: str, section: str) -> type:
         ConfigError: naming the section, and what of the path was not found.
     """
     module_name, _, class_name = path.rpartition(".")
-    if not module_name:
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{section}: '{path}' isn't a dotted path; write it like my_project.models.LitThing.")
     try:
         module = importlib.import_module(module_name)
@@ -50,9 +51,33 @@ def take_class(layer: Layer, section: str) -> tuple[Layer, str | None]:
         values[section] = {}
         return Layer(layer.name, values), node
     if not isinstance(node, DictConfig):
-        raise ConfigError(f"{layer.name}: '{section}' is a {type(node).__name__}; a class path or a mapping is needed.")
+        raise ConfigError(f"{layer.name}: {_no_class(section, node)}")
     path = node.pop("class", None)
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"{layer.name}: {_no_class(f'{section}.class', path)}")
     return Layer(layer.name, values), path
+
+
+def take_class_override(items: list[tuple[str, Any]], section: str) -> tuple[str | None, list[tuple[str, Any]]]:
+    """Split overrides into the class that they name for a section, if any, and the rest of them."""
+    path: str | None = None
+    rest = []
+    for key, value in items:
+        if key == section and isinstance(value, DictConfig):
+            value = value.copy()
+            path = value.pop("class", path)
+            rest.append((key, value))
+        elif key not in (section, f"{section}.class"):
+            rest.append((key, value))
+        elif isinstance(value, str):
+            path = value
+        else:
+            raise ConfigError(_no_class(key, value))
+    return path, rest
+
+
+def _no_class(key: str, value: Any) -> str:
+    return f"{key} is {yaml_text(value)}; the dotted path of a class is expected, like my_project.models.LitThing."
 
 
 def schema_of(cls: type) -> DictConfig | None:

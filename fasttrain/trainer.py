@@ -130,13 +130,38 @@ def epoch_is_complete(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
+def fit_is_ending(trainer: pl.Trainer) -> bool:
+    """Whether this epoch's end is the fit's. To be asked in `on_train_epoch_end`."""
+    epochs, max_epochs = trainer.fit_loop.epoch_progress.current.processed, trainer.max_epochs
+    return (
+        trainer.should_stop
+        or (max_epochs is not None and 0 <= max_epochs <= epochs)
+        or 0 <= trainer.max_steps <= trainer.global_step
+    )
+
+
+def is_between_batches(trainer: pl.Trainer) -> bool:
+    """Whether every batch that training has taken is done with: true when fetching the next one fails."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return progress.ready == progress.completed > 0 and not trainer.validating
+
+
 def logging_step(trainer: pl.Trainer) -> int:
     """Return the step under which Lightning logs at this moment: optimizer steps, counted from 0."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def logging_interval(trainer: pl.Trainer) -> int:
+    """Return the number of steps between two log entries."""
+    return int(vars(trainer)["log_every_n_steps"])
+
+
 def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
-    """Return the optimizer steps of one epoch; infinite for a loader without a length."""
+    """Return the optimizer steps of one epoch; infinite for a loader without a length.
+
+    Makes the training loader if there is none yet, as `Trainer.estimated_stepping_batches` does.
+    """
+    trainer.fit_loop.setup_data()
     batches = float(trainer.num_training_batches)
     return -(-batches // trainer.accumulate_grad_batches)
 

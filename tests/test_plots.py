@@ -79,9 +79,9 @@ def test_losses_are_drawn_smoothed_over_their_raw_values_with_the_total_first(ru
     faint, clear = axes.get_lines()[:2]
     assert faint.get_alpha() == 0.25
     assert faint.get_color() == clear.get_color()
-    assert len(clear.get_xdata()) == 500
+    assert len(np.asarray(clear.get_xdata())) == 500
     # The mean of the thinned curve is that of all 1,200 values.
-    assert np.mean(faint.get_ydata()) == pytest.approx(np.mean(run.curves["train_loss"].values), rel=1e-3)
+    assert np.mean(np.asarray(faint.get_ydata())) == pytest.approx(np.mean(run.curves["train_loss"].values), rel=1e-3)
 
 
 def test_scores_show_target_and_the_point_where_it_was_reached(run: RunSummary) -> None:
@@ -89,15 +89,24 @@ def test_scores_show_target_and_the_point_where_it_was_reached(run: RunSummary) 
     assert legend(figure) == ["map", "map_50", "target 0.4", "reached after 4 min 00 s"]
     assert figure.axes[0].get_xlabel() == "wall time (min)"
     star = figure.axes[0].get_lines()[-1]
-    assert (star.get_xdata()[0], star.get_ydata()[0]) == (4.0, pytest.approx(0.41))
+    assert np.asarray(star.get_xydata()) == pytest.approx(np.array([[4.0, 0.41]]))
+
+
+def test_scores_that_coco_leaves_undefined_are_not_drawn(folder: Path) -> None:
+    with (folder / "metrics.csv").open("a") as file:
+        file.write("".join(f"{step},0,{step / 5},map_small,-1.0\n" for step in (300, 600)))
+    figure = score_figure(load_run(folder))
+    assert "map_small" not in legend(figure)
+    assert figure.axes[0].get_ylim()[0] > 0
 
 
 def test_throughput_stands_over_a_bar_that_fills_its_width(run: RunSummary) -> None:
     figure = throughput_figure(run)
     assert legend(figure) == ["while training", "average, 150/s"]
+    bars = figure.axes[1].patches
     assert legend(figure, 1) == ["data wait 10.0 s", "host to device 0 s", "step 1 min 20 s", "evaluation 10.0 s"]
     assert words(figure, 1) == ["10%", "80%", "10%"]
-    assert sum(bar.get_width() for bar in figure.axes[1].patches) == pytest.approx(1)
+    assert sum(bar.get_extents().width for bar in bars) == pytest.approx(figure.axes[1].get_window_extent().width)
     assert len(throughput_figure(run, with_breakdown=False).axes) == 1
 
 

@@ -88,7 +88,7 @@ def write_run(folder: Path, *, seed: int = 1, status: str = "reached_target", qu
             values |= {"map": quality * share / (1 - math.exp(-1320 / 420)), "map_50": 0.68 * share}
         rows += [f"{step},{step // 120},{seconds:.3f},{name},{value:.6g}" for name, value in values.items()]
     (folder / "metrics.csv").write_text("\r\n".join(rows) + "\r\n", newline="")
-    found = {
+    found: dict[str, Any] = {
         "recipe": "retinanet",
         "status": status,
         "quality": {"name": "map", "value": quality, "best": quality},
@@ -144,11 +144,23 @@ def test_a_whole_run_is_read_without_problems(run: Path) -> None:
     assert summary.reached == Reached(132.4, 1320, 11, 21120)
     assert summary.curves["map"].steps == tuple(range(120, 1321, 120))
     assert summary.curves["map"].values[-1] == pytest.approx(0.4123)
+    assert summary.optimizations is not None
     assert summary.optimizations[0].changes == (
         "backbone.body: convolution weights to channels_last (24 times)",
         "images: inputs to channels_last",
     )
     assert [path.name for path in summary.pictures] == ["0.png", "1.png"]
+
+
+def test_many_changes_of_one_kind_are_one_sentence(run: Path) -> None:
+    changes = [{"path": f"layer{index}.weight", "what": "channels_last", "count": 1} for index in range(1200)]
+    changes.append({"path": "head", "what": "fused", "count": 5})
+    (run / "plan.json").write_text(json.dumps({"optimizations": [{"name": "x", "changes": changes}]}))
+    (line,) = load_run(run).optimizations or ()
+    assert line.changes == (
+        "channels_last in 1,200 places, from layer0.weight to layer1199.weight",
+        "head: fused (5 times)",
+    )
 
 
 def test_reading_and_tables_load_neither_torch_nor_lightning() -> None:
@@ -167,10 +179,10 @@ def test_a_path_without_a_run_is_refused_in_one_sentence(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         load_run(tmp_path)
     assert str(caught.value) == f"'{tmp_path}' is no run folder: it holds none of {files}."
-    result = write_run(tmp_path / "run") / "result.json"
+    result = write_run(tmp_path / "retinanet" / "run") / "result.json"
     with pytest.raises(ConfigError) as caught:
         load_run(tmp_path)
-    assert str(caught.value).endswith(f"it holds none of {files}. Run folders inside it: run.")
+    assert str(caught.value).endswith(f"it holds none of {files}. Run folders inside it: retinanet/run.")
     with pytest.raises(ConfigError) as caught:
         load_run(result)
     assert str(caught.value) == f"'{result}' is a file, not a run folder; give the folder that holds {files}."
@@ -187,6 +199,7 @@ def test_each_missing_file_is_said_and_the_rest_still_shown(run: Path, tmp_path:
         "metrics.csv is missing: there are no curves to draw.",
     )
     write_page([summary], tmp_path / "page.html")
+    assert comparison_table([summary]).rows[0][-1] == "—"
     assert "metrics.csv is missing: there are no curves to draw." in Page.of(tmp_path / "page.html").text
 
 
@@ -198,13 +211,14 @@ def test_a_crashed_run_shows_what_its_metrics_hold(run: Path) -> None:
     assert summary.problems == (
         "result.json is cut short or damaged (at line 1): the run crashed or is still going, and its totals are read "
         "off metrics.csv as far as that goes.",
-        "metrics.csv: 2 lines are cut short or damaged and left out.",
+        "metrics.csv: lines that are cut short or damaged and left out: 2.",
         "train_loss is not a finite number from step 1330 on.",
     )
     assert (summary.status, summary.recipe, summary.steps, summary.seconds) == ("unknown", "retinanet", 1330, 137.0)
     assert summary.quality is not None
     assert summary.quality.value == pytest.approx(0.4123)
     assert headline(summary) == "No result was written; last seen after 2 min 17 s with map 0.4123."
+    assert comparison_table([summary]).rows[0][3:6] == ("—", "168", "no result")
 
 
 def test_empty_and_odd_files_are_survived(run: Path) -> None:
@@ -245,6 +259,14 @@ def test_of_a_step_run_again_after_a_resume_the_last_value_counts(run: Path) -> 
 )
 def test_the_headline_says_how_it_ended(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     assert headline(load_run(write_run(tmp_path / "run", **changes))) == sentence
+
+
+def test_the_headline_of_a_run_that_failed_before_its_first_score(run: Path) -> None:
+    (run / "result.json").write_text(
+        '{"status": "failed", "seconds": 0.2, "reached": false, "quality": {"name": "map", "value": null}, '
+        '"target": {"name": "map", "value": 0.4, "mode": "max"}}'
+    )
+    assert headline(load_run(run)) == "Failed after 200 ms with no score, short of map ≥ 0.4."
 
 
 def test_durations_read_as_people_say_them() -> None:
@@ -321,10 +343,9 @@ def test_benchmarks_stand_side_by_side_with_speed_up_against_plain() -> None:
         ("mlperf_b16", "map", "", "0.41", "0.42"),
         ("small", "step", "ms", "—", "3"),
     )
-    assert (
-        table.note
-        == "H200 · torch 2.11.0 · cuDNN 91900 · commit abc · 2026-11-30 · repeats 20 · rows measured again and not shown: 1"
-    )
+    machine, _, rest = table.note.partition(" · commit abc · ")
+    assert machine == "H200 · torch 2.11.0 · cuDNN 91900"
+    assert rest == "2026-11-30 · repeats 20 · rows measured again and not shown: 1"
 
 
 def test_benchmarks_of_two_machines_are_never_compared() -> None:

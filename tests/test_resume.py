@@ -141,6 +141,32 @@ def test_stopped_by_max_steps_and_extended(tmp_path: Path, whole: tuple[Probe, V
     assert_same_end(whole, first, train(tmp_path / "parts", resume=True))
 
 
+class BrokenOnce(Numbers):
+    """Fails when the eighth batch is fetched, as at an image that can't be decoded."""
+
+    def __init__(self) -> None:
+        self.fetched = 0
+
+    def __getitem__(self, key: SampleKey) -> Tensor:
+        self.fetched += 1
+        if self.fetched == 15:
+            raise DataError("image 7 is broken")
+        return super().__getitem__(key)
+
+
+def test_failed_fetch_loses_nothing(tmp_path: Path, whole: tuple[Probe, Values], monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ResumableLoader(BrokenOnce(), EpochOrder(2 * BATCHES, shuffle=True, seed=3), batch_size=2)
+    good = loader
+    monkeypatch.setitem(globals(), "loader", lambda shuffle, workers=0: broken if shuffle else good(False))
+    with pytest.raises(DataError, match="image 7 is broken"):
+        train(tmp_path)
+    monkeypatch.setitem(globals(), "loader", good)
+    rest, _ = train(tmp_path, resume=True)
+    assert rest.seen == whole[0].seen[7:]
+    for name, value in whole[0].state_dict().items():
+        assert torch.equal(value, rest.state_dict()[name]), name
+
+
 def test_with_loader_workers(tmp_path: Path, whole: tuple[Probe, Values]) -> None:
     first = train(tmp_path / "parts", stop_at=7, workers=1)
     assert_same_end(whole, first, train(tmp_path / "parts", resume=True, workers=1))

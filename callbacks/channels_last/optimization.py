@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 
 from fasttrain.callbacks.channels_last.layout import (
     batch_to_channels_last,
@@ -12,8 +13,8 @@ from fasttrain.callbacks.channels_last.layout import (
     images_in,
     to_channels_last,
 )
-from fasttrain.errors import OptimizationError
-from fasttrain.measure import StepProbe
+from fasttrain.errors import FasttrainError, OptimizationError
+from fasttrain.measure import AUTOCAST, StepProbe
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
 from fasttrain.trainer import transform_batches
 
@@ -78,7 +79,8 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
         batch = context.example()
         if not any(True for _ in images_in(batch)):
             return Refuses("the batch holds no 4-d tensor of two or more channels, so nothing would be fed to it")
-        return self._compare(StepProbe(context.module, batch, context.hardware.device), len(sites))
+        probe = StepProbe(context.module, batch, context.hardware.device)
+        return self._compare(probe, AUTOCAST.get(context.precision), len(sites))
 
     def attach(self, context: Context) -> Attachment:
         """Hand over the callback."""
@@ -88,13 +90,15 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
         """Return the converted weights."""
         return self.callback.changes
 
-    def _compare(self, probe: StepProbe, sites: int) -> Verdict:
+    def _compare(self, probe: StepProbe, autocast: torch.dtype | None, sites: int) -> Verdict:
         def convert(module: pl.LightningModule, batch: Any) -> Any:
             to_channels_last(module)
             return batch_to_channels_last(batch)
 
         try:
-            plain, ours = probe(), probe(convert)
+            plain, ours = probe(autocast=autocast), probe(convert, autocast=autocast)
+        except FasttrainError:
+            raise
         except Exception as error:  # the user's step may need a Trainer, which a probe has not
             return Refuses(
                 f"the step could not be measured outside of a Trainer ({type(error).__name__}: {error}); "

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 
 from fasttrain.environment import Hardware
-from fasttrain.measure import StepProbe, Timing
+from fasttrain.measure import AUTOCAST, StepProbe, Timing
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Candidate:
 
 
 FP32 = Candidate("32-true", None)
-BF16 = Candidate("bf16-mixed", torch.bfloat16)
-FP16 = Candidate("16-mixed", torch.float16)
+BF16 = Candidate("bf16-mixed", AUTOCAST["bf16-mixed"])
+FP16 = Candidate("16-mixed", AUTOCAST["16-mixed"])
 
 
 def candidates_for(hardware: Hardware, allowed: Sequence[str]) -> list[Candidate]:
@@ -44,7 +44,7 @@ def fastest_precision(
 ) -> list[tuple[Candidate, Timing]]:
     """Time forward and backward of the module's training step in each precision; return them, fastest first.
 
-    A loss that isn't finite takes a candidate out. The module is left as it was. fp16's loss scaling, which costs one
+    The module is left as it was. fp16's loss scaling, which costs one
     pass over the gradients, is not part of the timing.
     """
     probe = StepProbe(module, batch, hardware.device)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fasttrain.callbacks.precision.choice import FP32, fastest_precision
+from fasttrain.errors import FasttrainError
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
 
 
@@ -37,8 +38,11 @@ class PrecisionOptimization(Optimization[PrecisionConfig]):
             return Refuses(f"trainer.precision={context.precision} is set by the configuration already")
         if context.example is None:
             return Refuses("there is no batch to measure with; set trainer.precision instead")
+        batch = context.example()
         try:
-            timed = fastest_precision(context.module, context.example(), context.hardware, self.config.allowed)
+            timed = fastest_precision(context.module, batch, context.hardware, self.config.allowed)
+        except FasttrainError:
+            raise
         except Exception as error:  # the user's step may need a Trainer, which a probe has not
             return Refuses(
                 f"the step could not be measured outside of a Trainer ({type(error).__name__}: {error}); "

@@ -42,7 +42,7 @@ class ImageRecord(NamedTuple):
 
 
 class ImageTable:
-    """The listed images in file order, a sequence of ImageRecord kept in a few large arrays.
+    """The listed images by ascending id, a sequence of ImageRecord kept in a few large arrays.
 
     A million of them take 50 MB, and worker processes made by fork share that memory for good, which they don't with
     Python objects: each look at one writes its reference count, which copies its page.
@@ -79,8 +79,9 @@ class ImageTable:
 class DetectionSet:
     """A judged detection set. Rows `first_box[i]` up to `first_box[i + 1]` of the box arrays are those of image i.
 
-    Class indices follow the category ids in ascending order, so that files which list the same categories in another
-    order agree. `boxes` are for training: clipped to the image. `file_boxes` are for scoring: as the file has them.
+    Images and classes are numbered by ascending id, numbers before strings. For classes that makes files agree which
+    list the same categories in another order; for images it is the order in which COCOeval breaks ties of the score.
+    `boxes` are for training: clipped to the image. `file_boxes` are for scoring: as the file has them.
     """
 
     file: Path

@@ -6,7 +6,7 @@ columns by then, so a fault is a mask over them. What counts as a fault is descr
 """
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -57,8 +57,10 @@ def judge_categories(file: Path, records: list[Any]) -> dict[Hashable, str]:
         raise DataError(f"'{file}' lists no categories; add the classes of its boxes to 'categories'.")
     names: dict[Hashable, str] = {}
     for position, record in enumerate(records):
-        if not isinstance(record, dict) or not isinstance(record.get("id"), int | str):
-            raise DataError(f"'{file}': the category at position {position} has no 'id'; give it a number or a string.")
+        if not isinstance(record, dict) or not _is_id(record.get("id")):
+            raise DataError(
+                f"'{file}': the category at position {position} has no usable 'id'; give it a whole number or a string."
+            )
         identity, name = record["id"], record.get("name")
         if not isinstance(name, str) or not name:
             raise DataError(f"'{file}': category {identity!r} has no 'name'; give it one.")
@@ -66,7 +68,7 @@ def judge_categories(file: Path, records: list[Any]) -> dict[Hashable, str]:
             both = f"'{names[identity]}' and '{name}'"
             raise DataError(f"'{file}': category id {identity!r} is given twice, to {both}; renumber one.")
         names[identity] = name
-    return {identity: names[identity] for identity in sorted(names, key=lambda i: (isinstance(i, str), i))}
+    return {identity: names[identity] for identity in _ascending(names)}
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -74,7 +76,11 @@ def judge_categories(file: Path, records: list[Any]) -> dict[Hashable, str]:
 
 @dataclass(frozen=True)
 class Images:
-    """The images that stay, in file order, and for each id that occurs its index among them or LEFT_OUT."""
+    """The images that stay, by ascending id, and for each listed id the index of its image or LEFT_OUT.
+
+    COCOeval goes through images by ascending id and keeps that order among detections of equal score. With indices in
+    the same order a set scored by them has every digit of the score by the file's own ids.
+    """
 
     names: list[str]
     ids: list[Any]
@@ -97,7 +103,7 @@ def judge_images(records: list[Any], folder: Path, check_files: bool, judge: Jud
     for position, record in enumerate(records):
         if wrong := _why_malformed_image(record):
             malformed.append(f"the image at position {position} {wrong}")
-            left_out += [record["id"]] if isinstance(record, dict) and isinstance(record.get("id"), int | str) else []
+            left_out += [record["id"]] if isinstance(record, dict) and _is_id(record.get("id")) else []
         elif record["id"] in kept:
             both = f"'{kept[record['id']][0]}' and '{record['file_name']}'"
             twice.append(f"image id {record['id']!r} is given twice, to {both}")
@@ -115,9 +121,21 @@ def judge_images(records: list[Any], folder: Path, check_files: bool, judge: Jud
             del kept[identity]
     if not kept:
         raise DataError(f"'{judge.file}' has no usable image: all {len(records):,} were left out; correct the file.")
-    index_of = dict.fromkeys(left_out, LEFT_OUT) | {identity: index for index, identity in enumerate(kept)}
-    sizes = np.array([record[1:] for record in kept.values()], dtype=np.int32)
-    return Images([name for name, _, _ in kept.values()], list(kept), sizes, index_of)
+    ids = _ascending(kept)
+    records_of = [kept[identity] for identity in ids]
+    index_of = dict.fromkeys(left_out, LEFT_OUT) | {identity: index for index, identity in enumerate(ids)}
+    sizes = np.array([record[1:] for record in records_of], dtype=np.int32)
+    return Images([name for name, _, _ in records_of], ids, sizes, index_of)
+
+
+def _is_id(value: Any) -> bool:
+    """Accept integers, strings, and integers that a table program wrote as 7.0: they equal those written as 7."""
+    return isinstance(value, int | str) or (isinstance(value, float) and value.is_integer())
+
+
+def _ascending(ids: Iterable[Any]) -> list[Any]:
+    """Return ids in ascending order, numbers before strings."""
+    return sorted(ids, key=lambda identity: (isinstance(identity, str), identity))
 
 
 def _why_malformed_image(record: Any) -> str:
@@ -126,8 +144,8 @@ def _why_malformed_image(record: Any) -> str:
     for key in ("id", "file_name", "width", "height"):
         if key not in record:
             return f"has no '{key}'"
-    if not isinstance(record["id"], int | str):
-        return f"has the id {record['id']!r}, not a number or a string"
+    if not _is_id(record["id"]):
+        return f"has the id {record['id']!r}, not a whole number or a string"
     if not isinstance(record["file_name"], str) or not record["file_name"]:
         return f"has the file_name {record['file_name']!r}, not the name of a file"
     for key in ("width", "height"):

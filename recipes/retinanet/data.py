@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from torch import Tensor
 from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
 
 from fasttrain.errors import ConfigError
@@ -72,6 +73,7 @@ class DetectionData(pl.LightningDataModule):
         self.config = config
         self._sets: dict[str, DetectionSet] = {}
         self._datasets: dict[str, DetectionDataset] = {}
+        self._bad_images: dict[str, set[int]] = {"train": set(), "val": set()}
 
     def prepare_data(self) -> None:
         """Generate the set if no other is given; a second time finds it in the cache."""
@@ -134,15 +136,23 @@ class DetectionData(pl.LightningDataModule):
         order = EpochOrder(len(self._datasets["val"]), shuffle=False, seed=0, rank=rank, world_size=world_size)
         return self._loader("val", order, self.config.val_batch_size or self.config.batch_size, drop_last=False)
 
+    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        """Note the images that the dataset left out, while the batch is still on the CPU."""
+        bad = batch["bad_image_id"]
+        if self.config.on_bad_image == "skip" and bad.max() >= 0:
+            training = self.trainer is None or self.trainer.training
+            self._bad_images["train" if training else "val"].update(i for i in bad.tolist() if i >= 0)
+        return batch
+
     def bad_samples(self) -> dict[str, int]:
         """Return how many records and images were left out, by what was wrong with them."""
         counts: dict[str, int] = {}
         for split, found in self._sets.items():
             for what, count in found.skipped.items():
                 counts[f"{split}: {what}"] = count
-            bad = self._datasets[split].bad_count() if split in self._datasets else 0
-            if bad:
-                counts[f"{split}: images that could not be decoded"] = bad
+            if bad := self._bad_images[split]:
+                first = found.images.name(min(bad))
+                counts[f"{split}: images that can't be used, the first of them '{first}'"] = len(bad)
         return counts
 
     def _loader(self, split: str, order: EpochOrder, batch_size: int, drop_last: bool) -> ResumableLoader:

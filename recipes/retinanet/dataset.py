@@ -7,7 +7,7 @@ background.
 
 What "skip" does with an image file that can't be used:
 
-- in training (`augment`) the next usable image of the set takes its place, so every batch keeps its shape and holds
+- in training (`substitute`) the next usable image of the set takes its place, so every batch keeps its shape and holds
   real images only: a blank one would count in the statistics of trainable batch normalization;
 - in evaluation the sample is blank and has no boxes. Its ground truth still counts in the score, as if nothing had
   been found in it: a score can only fall by unreadable images, never rise. Leave out the detections of such samples.
@@ -56,11 +56,13 @@ class DetectionDataset(Dataset[Batch]):
         augment: flip left-right with probability 0.5.
         seed: of the flips.
         on_bad_image: what an unreadable image file, or one of another size than annotated, leads to; see above.
+        substitute: under "skip", show another image for a bad one, as training wants; None means as `augment`.
         cache: "ram" keeps the resized images, decoding each only once; the memory is shared with forked workers.
         crowd_targets: take crowd boxes for ordinary targets.
 
     Raises:
-        DataError: at construction if an image has more boxes than `max_boxes`; later, under "error", at a bad image.
+        DataError: at construction if an image has more boxes than `max_boxes`, or one that vanishes in the resize;
+            later, under "error", at a bad image.
         ConfigError: the cache doesn't fit into this machine's memory.
     """
 
@@ -73,6 +75,7 @@ class DetectionDataset(Dataset[Batch]):
         augment: bool,
         seed: int = 0,
         on_bad_image: ImagePolicy = "error",
+        substitute: bool | None = None,
         cache: CacheKind = "none",
         crowd_targets: bool = False,
     ) -> None:
@@ -80,6 +83,7 @@ class DetectionDataset(Dataset[Batch]):
         self.image_size = image_size
         self.max_boxes = max_boxes
         self.augment, self.seed, self.on_bad_image = augment, seed, on_bad_image
+        self.substitute = augment if substitute is None else substitute
         self._targets = _Targets(detection_set, image_size, crowd_targets)
         self._check_capacity()
         self._cache = _Cache(len(detection_set.images), image_size) if cache == "ram" else None
@@ -135,7 +139,7 @@ class DetectionDataset(Dataset[Batch]):
     def _usable(self, index: int) -> tuple[int, UInt8[Tensor, "3 H W"] | None]:
         """Return an image and its index: the one asked for, or what the policy puts in its place."""
         pixels = self._pixels(index)
-        if pixels is not None or not self.augment:
+        if pixels is not None or not self.substitute:
             return index, pixels
         for step in range(1, min(len(self), MAX_UNUSABLE_IN_A_ROW)):
             other = (index + step) % len(self)
@@ -223,9 +227,17 @@ class _Targets:
         self.labels = detection_set.labels[keep]
         self.first = np.searchsorted(of_image, np.arange(len(detection_set.images) + 1))
         self.counts = np.diff(self.first)
-        # The same float32 division and product as `scale_boxes`, for all boxes at once.
-        ratios = np.array(image_size[::-1], dtype=np.float32) / detection_set.images.sizes.astype(np.float32)
-        self.boxes = detection_set.boxes[keep] * np.tile(ratios, (1, 2))[of_image]
+        # The same float32 division and product as `scale_boxes`, whose rounding can lead 1e-5 pixels out of the image.
+        limits = np.array(image_size[::-1], dtype=np.float32)
+        ratios = limits / detection_set.images.sizes.astype(np.float32)
+        self.boxes = np.minimum(detection_set.boxes[keep] * np.tile(ratios, (1, 2))[of_image], np.tile(limits, 2))
+        vanished = np.flatnonzero(np.any(self.boxes[:, 2:] <= self.boxes[:, :2], axis=1))
+        if vanished.size:
+            name = detection_set.images.name(int(of_image[vanished[0]]))
+            raise DataError(
+                f"'{detection_set.file}': a box of image '{name}' has no size left when the image is resized to "
+                f"{image_size[1]} x {image_size[0]}; correct or remove it."
+            )
 
     def padded(
         self, images: NDArray[np.int64], flipped: NDArray[np.bool_], max_boxes: int

@@ -30,7 +30,7 @@ class Detections(NamedTuple):
     """float32 in (0, 1], falling."""
     labels: Int[Tensor, "B D"]
     """int64 class indices."""
-    count: Int[Tensor, " B"]
+    count: Int[Tensor, " B"]  # type: ignore[assignment]  # the name of a method that tuples have
     """int64, the boxes of each image that are not padding."""
 
 

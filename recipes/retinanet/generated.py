@@ -45,19 +45,20 @@ CHUNK = 50  # images a process draws before it reports
 class GeneratedConfig:
     """What to draw. Sizes are fractions of the image's side."""
 
-    seed: int = 0
+    seed: int = 0  # of the pictures; independent of the training's
     image_size: int = 96  # side of the square images, pixels
-    train_images: int = 4500
-    val_images: int = 500
-    classes: tuple[str, ...] = ("disc", "square", "triangle", "ring", "star", "cross")
-    min_objects: int = 1
+    train_images: int = 4000  # pictures in the training split
+    val_images: int = 400  # and held out
+    classes: tuple[str, ...] = ("disc", "square", "triangle", "ring", "star", "cross")  # of OUTLINES
+    min_objects: int = 1  # objects per picture, drawn evenly; one that finds no place is left out
     max_objects: int = 4
-    min_size: float = 0.22  # diameter of the circle around the shape, before its stretch
-    max_size: float = 0.56
-    max_hidden: float = 0.6  # the largest part of an object that may be covered or lie outside the image
-    max_distractors: int = 4
-    jpeg_quality: int = 90
-    noise: float = 8.0  # largest standard deviation of the pixel noise, in grey levels of 255
+    min_size: float = 0.28  # diameter of the circle around the shape, before its stretch
+    max_size: float = 0.6
+    max_hidden: float = 0.5  # the largest part of an object that may be covered or lie outside the image
+    max_turn: float = 30.0  # objects stand upright within this many degrees; distractors lie any way
+    max_distractors: int = 3  # crescents, strokes and specks per picture; one more stroke may lie on top
+    jpeg_quality: int = 90  # Pillow's scale, 1 to 95
+    noise: float = 6.0  # largest standard deviation of the pixel noise, in grey levels of 255
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value that cannot be drawn."""
@@ -75,6 +76,8 @@ class GeneratedConfig:
             raise ConfigError(f"generated: {self.min_objects} to {self.max_objects} objects; 1 <= min <= max <= 100")
         if not 0.05 <= self.min_size <= self.max_size <= 1.0:
             raise ConfigError(f"generated: sizes {self.min_size} to {self.max_size}; 0.05 <= min <= max <= 1 is needed")
+        if not 0 <= self.max_turn <= 180:
+            raise ConfigError(f"generated.max_turn is {self.max_turn}; an angle from 0 to 180 degrees is needed")
         if not 0 <= self.max_hidden < 1:
             raise ConfigError(f"generated.max_hidden is {self.max_hidden}; a fraction from 0 to less than 1 is needed")
 
@@ -101,7 +104,7 @@ def _square(u: Floats, v: Floats) -> Floats:
 
 
 def _triangle(u: Floats, v: Floats) -> Floats:
-    return np.maximum(np.abs(u) * 0.866 + v * 0.5, -v) - 0.5
+    return np.maximum(np.abs(u) * 0.866 - v * 0.5, v) - 0.5
 
 
 def _ring(u: Floats, v: Floats) -> Floats:
@@ -111,7 +114,7 @@ def _ring(u: Floats, v: Floats) -> Floats:
 def _star(u: Floats, v: Floats) -> Floats:
     """Five points: in half a sector, folded together, the edge runs from a tip at radius 1 to a notch at 0.45."""
     half = math.pi / 5
-    angle = np.abs((np.arctan2(u, v) + half) % (2 * half) - half)
+    angle = np.abs((np.arctan2(u, -v) + half) % (2 * half) - half)
     radius = np.hypot(u, v)
     notch_x, notch_y = 0.45 * math.cos(half), 0.45 * math.sin(half)
     length = math.hypot(1 - notch_x, notch_y)
@@ -179,7 +182,7 @@ def _colour(drawn: list[float], apart_from: list[float]) -> list[float]:
         three = drawn[at : at + 3]
         low, high = min(three), max(three)
         stretch = (high - 0.4 * low) / (high - low + 1e-3)  # moves the colour off the grey axis
-        colour = [30 + 212 * (low + (value - low) * stretch) for value in three]
+        colour = [min(255.0, 30 + 212 * (low + (value - low) * stretch)) for value in three]
         distance = sum(abs(one - other) for one, other in zip(colour, apart_from, strict=True))
         if distance > farthest:
             best, farthest = colour, distance
@@ -208,9 +211,9 @@ def _texture(kind: float, waves: float, phase: float, u: Floats, v: Floats) -> F
     rate, phase = 5 + 6 * waves, 2 * math.pi * phase
     if kind < 0.2:
         return _unit(0.6 * u + 0.5)
-    if kind < 0.4:
+    if kind < 0.3:
         return _unit(2 * np.sin(rate * u + phase) + 0.5)
-    if kind < 0.6:
+    if kind < 0.4:
         return _unit(3 * np.sin(rate * u + phase) * np.sin(rate * v) + 0.5)
     return None
 
@@ -218,8 +221,9 @@ def _texture(kind: float, waves: float, phase: float, u: Floats, v: Floats) -> F
 class _Canvas:
     """A picture being drawn (3, size, size) in 0..255, and for every pixel the object that is seen there (-1: none)."""
 
-    def __init__(self, rng: np.random.Generator, size: int, max_hidden: float) -> None:
-        self.rng, self.size, self.must_show = rng, size, 1 - max_hidden
+    def __init__(self, rng: np.random.Generator, config: GeneratedConfig) -> None:
+        self.rng, self.size = rng, config.image_size
+        size, self.must_show, self.max_turn = config.image_size, 1 - config.max_hidden, math.radians(config.max_turn)
         self.picture = _ground(rng, size)
         self.owner = np.full((size, size), -1, dtype=np.int64)
         self.seen: list[int] = []  # pixels of each object that are still seen
@@ -232,8 +236,9 @@ class _Canvas:
         for _ in range(6):
             random = self.rng.random(5).tolist()
             radius = 0.5 * size * min_size * (max_size / min_size) ** random[0]
-            stretch, turn = math.exp(0.34 * random[1] - 0.17), 2 * math.pi * random[2]
-            x, y = (0.08 + 0.84 * random[3]) * size, (0.08 + 0.84 * random[4]) * size
+            stretch = math.exp(0.34 * random[1] - 0.17)
+            turn = (self.max_turn if is_object else math.pi) * (2 * random[2] - 1)
+            x, y = (0.12 + 0.76 * random[3]) * size, (0.12 + 0.76 * random[4]) * size
             reach = 1.2 * radius + 4
             across = slice(max(0, int(x - reach)), min(size, int(x + reach) + 1))
             down = slice(max(0, int(y - reach)), min(size, int(y + reach) + 1))
@@ -272,7 +277,7 @@ class _Canvas:
         colour = _colour(random[:9], patch[:, patch.shape[1] // 2, patch.shape[2] // 2].tolist())
         paint, texture = _planes(colour), _texture(kind, waves, phase, u, v)
         if texture is not None:
-            paint = (_planes(_colour(random[9:18], colour)) - paint) * (texture * (0.35 + 0.55 * blend)) + paint
+            paint = (_planes(_colour(random[9:18], colour)) - paint) * (texture * (0.2 + 0.5 * blend)) + paint
         shade = u * (0.2 * math.cos(6.28 * light)) + v * (0.2 * math.sin(6.28 * light)) + 1
         if outlined < 0.4:
             shade *= 1 - 0.55 * _unit(distance + (max(1.0, 0.09 * radius) + 0.5))
@@ -294,7 +299,7 @@ class Drawing:
 def draw(config: GeneratedConfig, split: str, index: int) -> Drawing:
     """Return picture `index` of a split; it depends on no other picture and not on how many there are."""
     rng = np.random.default_rng((config.seed, SPLITS.index(split), index))
-    canvas = _Canvas(rng, config.image_size, config.max_hidden)
+    canvas = _Canvas(rng, config)
     objects = int(rng.integers(config.min_objects, config.max_objects + 1))
     clutter = int(rng.integers(config.max_distractors + 1))
     labels: list[int] = []

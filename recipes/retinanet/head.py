@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torchvision.ops.misc import Conv2dNormActivation
 
-# Every anchor starts out as foreground with this probability (section 4.1), so that the first loss isn't all background.
+# Every anchor starts as foreground with this probability (section 4.1): else background swamps the first losses.
 PRIOR_PROBABILITY = 0.01
 # torchvision's retinanet_resnet50_fpn_v2 takes 32 groups of 256 channels.
 MAX_NORM_GROUPS = 32

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 RGB = 3  # torchvision.io.ImageReadMode.RGB
+START_OF_SCAN, END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 EXIF_ORIENTATION = 0x0112
 EXIF_SEARCHED_BYTES = 2**17  # the EXIF block of a JPEG is at most 64 KiB long and among the first
 
@@ -109,6 +110,8 @@ def _read(path: str | Path) -> NDArray[np.uint8]:
 def _decode(path: str | Path, data: NDArray[np.uint8]) -> tuple[Tensor, int]:
     """Return the pixels as stored and the EXIF orientation, 1 where there is none."""
     jpeg = data[:3].tobytes() == b"\xff\xd8\xff"
+    if jpeg and not _has_end_marker(data):
+        raise DataError(f"'{path}' is a JPEG cut off before its end; download or copy it again.")
     decode_jpeg = torchvision_jpeg_decoder() if jpeg else None
     if decode_jpeg is not None:
         try:
@@ -143,6 +146,17 @@ def torchvision_jpeg_decoder() -> Callable[[Tensor, int], Tensor] | None:
     except (AttributeError, RuntimeError):
         return None
     return decode if works else None
+
+
+def _has_end_marker(data: NDArray[np.uint8]) -> bool:
+    """Tell whether an end-of-image marker follows the last start-of-scan marker; both can't occur inside a scan.
+
+    Decoders notice when bytes run out, but not when a broken copy goes on with zeros, which decode to grey.
+    """
+    if data[-2:].tobytes() == END_OF_IMAGE:
+        return True
+    content = data.tobytes()
+    return content.rfind(END_OF_IMAGE) > content.rfind(START_OF_SCAN)
 
 
 def _jpeg_orientation(data: NDArray[np.uint8]) -> int:

@@ -64,7 +64,7 @@ def box_loss(
 
 
 def encode(boxes: Float[Tensor, "... A 4"], anchors: Float[Tensor, "A 4"]) -> Float[Tensor, "... A 4"]:
-    """Return the deltas (dx, dy, dw, dh) that turn anchors into xyxy boxes, with unit weights (spec of R-CNN)."""
+    """Return the deltas (dx, dy, dw, dh) that turn anchors into xyxy boxes: R-CNN's, with unit weights."""
     anchor_size = anchors[..., 2:] - anchors[..., :2]
     anchor_centre = anchors[..., :2] + 0.5 * anchor_size
     size = boxes[..., 2:] - boxes[..., :2]

@@ -18,9 +18,11 @@ BACKGROUND = -1
 BETWEEN_THRESHOLDS = -2
 PADDING_LABEL = -1
 
-# Bounds each of about five float32 temporaries to 256 MiB. All boxes of the MLPerf batch at once
-# (32 images x 1000 boxes x 120,087 anchors) would take 15 GB apiece.
-MAX_PAIRS = 2**26
+# Pairs of box and anchor looked at in one go. On a GPU this bounds each of about five float32 temporaries to 256 MiB:
+# all of the MLPerf batch at once (32 images x 1000 boxes x 120,087 anchors) would take 15 GB apiece. On a CPU they stay
+# in the cache, at 1 MiB.
+PAIRS_AT_ONCE = 2**26
+PAIRS_AT_ONCE_CPU = 2**18
 
 
 @torch.no_grad()
@@ -37,7 +39,7 @@ def match(
     anchor is among the best of any box, however low their IoU. That holds for a box that no anchor touches, too: all
     anchors are then its best, at IoU 0, as in torchvision. Boxes labelled PADDING_LABEL match nothing.
 
-    The boxes are taken in chunks of a fixed size, so that memory stays bounded whatever the padding.
+    The boxes are taken in chunks of a fixed size, so that memory stays bounded whatever their number.
 
     Args:
         anchors: xyxy in pixels, float32.
@@ -50,7 +52,8 @@ def match(
     best_iou = anchors.new_full((batch, len(anchors)), -1.0)
     best_index = labels.new_full((batch, len(anchors)), BACKGROUND)
     rescued = torch.zeros_like(best_iou, dtype=torch.bool)
-    chunk = max(1, MAX_PAIRS // max(1, batch * len(anchors)))
+    pairs = PAIRS_AT_ONCE_CPU if anchors.device.type == "cpu" else PAIRS_AT_ONCE
+    chunk = max(1, pairs // max(1, batch * len(anchors)))
     for start in range(0, count, chunk):
         real = labels[:, start : start + chunk, None] != PADDING_LABEL
         iou = pairwise_iou(boxes[:, start : start + chunk], anchors).masked_fill_(~real, -1.0)
@@ -69,7 +72,6 @@ def match(
 def pairwise_iou(boxes: Float[Tensor, "B M 4"], anchors: Float[Tensor, "A 4"]) -> Float[Tensor, "B M A"]:
     """Return the IoU of every box with every anchor, by the arithmetic of torchvision's box_iou, bit for bit."""
     x1, y1, x2, y2 = boxes.unsqueeze(-1).unbind(2)
-    # Contiguous rows: over strided columns the CPU runs four times as long.
     anchor_x1, anchor_y1, anchor_x2, anchor_y2 = anchors.t().contiguous()
     width = torch.minimum(x2, anchor_x2).sub_(torch.maximum(x1, anchor_x1)).clamp_(min=0)
     height = torch.minimum(y2, anchor_y2).sub_(torch.maximum(y1, anchor_y1)).clamp_(min=0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fasttrain.errors import ConfigError
 from fasttrain.recipes.retinanet.anchors import level_anchors
-from fasttrain.recipes.retinanet.backbone import TRAINABLE_ORDER, build_backbone
+from fasttrain.recipes.retinanet.backbone import TRAINABLE_ORDER, build_backbone, check_levels
 from fasttrain.recipes.retinanet.detections import Detections, detect
 from fasttrain.recipes.retinanet.head import Head
 from fasttrain.recipes.retinanet.loss import box_loss, focal_loss
@@ -26,8 +26,16 @@ if TYPE_CHECKING:
 # Statistics of ImageNet's training set, which torchvision's backbone weights are trained with.
 IMAGE_MEAN = (0.485, 0.456, 0.406)
 IMAGE_STD = (0.229, 0.224, 0.225)
-COARSEST_BODY_STRIDE = 32
+COARSEST_STRIDE = 32
 PRETRAINED_TRAINABLE_LAYERS = 3
+AT_LEAST_ONE = (
+    "num_classes",
+    "fpn_channels",
+    "head_depth",
+    "scales_per_octave",
+    "topk_candidates",
+    "detections_per_image",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ class RetinaNetConfig:
     weights: str | None = None
     """Local file with a torchvision backbone's or a whole torchvision RetinaNet's state dict; None starts at random."""
     trainable_layers: int | None = None
-    """How many of conv1, layer1, ..., layer4 train, counted from the last; None is 3 with `weights` (MLPerf), else 5."""
+    """How many of conv1, layer1, ..., layer4 train, from the last; None is 3 with `weights` (MLPerf), else 5."""
     levels: tuple[int, ...] = (3, 4, 5, 6, 7)
     """Pyramid levels that predict; level l has stride 2**l pixels."""
     extra_levels_from: Literal["c5", "p5"] = "c5"
@@ -82,29 +90,37 @@ class RetinaNetConfig:
     """Detections kept per image."""
 
     def __post_init__(self) -> None:
-        """Judge the values that only this module can; raises ConfigError."""
-        if any(side < COARSEST_BODY_STRIDE or side % COARSEST_BODY_STRIDE for side in self.image_size):
-            nearest_size = tuple(max(1, round(side / COARSEST_BODY_STRIDE)) * COARSEST_BODY_STRIDE for side in self.image_size)
-            raise ConfigError(
-                f"image_size={tuple(self.image_size)} doesn't fit the pyramid: height and width are multiples of "
-                f"{COARSEST_BODY_STRIDE}, the nearest is {nearest_size}."
-            )
+        """Judge the values; raises ConfigError."""
+        check_levels(self.levels)
         if len(self.anchor_sizes) != len(self.levels):
             raise ConfigError(
                 f"anchor_sizes={tuple(self.anchor_sizes)} has {len(self.anchor_sizes)} sizes for the "
                 f"{len(self.levels)} levels {tuple(self.levels)}: one per level is needed, "
                 f"such as {tuple(4 * 2**level for level in self.levels)}."
             )
-        if self.trainable_layers is not None and not 0 <= self.trainable_layers <= len(TRAINABLE_ORDER):
+        if any(side < COARSEST_STRIDE or side % COARSEST_STRIDE for side in self.image_size):
+            nearest = tuple(COARSEST_STRIDE * max(1, round(side / COARSEST_STRIDE)) for side in self.image_size)
             raise ConfigError(
-                f"trainable_layers={self.trainable_layers} is out of range: 0 trains no layer of the backbone, "
-                f"{len(TRAINABLE_ORDER)} all of them."
+                f"image_size={tuple(self.image_size)} doesn't fit the pyramid: height and width are multiples of "
+                f"{COARSEST_STRIDE}, the nearest is {nearest}."
             )
         if not 0 <= self.background_iou <= self.foreground_iou <= 1:
             raise ConfigError(
                 f"background_iou={self.background_iou} and foreground_iou={self.foreground_iou} don't fit together: "
                 "0 <= background_iou <= foreground_iou <= 1 is needed."
             )
+        if self.trainable_layers is not None and not 0 <= self.trainable_layers <= len(TRAINABLE_ORDER):
+            raise ConfigError(
+                f"trainable_layers={self.trainable_layers} is out of range: 0 trains no layer of the backbone, "
+                f"{len(TRAINABLE_ORDER)} all of them."
+            )
+        for name in AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small: it must be at least 1.")
+        for name in ("anchor_sizes", "aspect_ratios"):
+            values = tuple(getattr(self, name))
+            if not values or min(values) <= 0:
+                raise ConfigError(f"{name}={values} can't make anchors: numbers greater than 0 are needed.")
 
 
 class RawPredictions(NamedTuple):

@@ -74,6 +74,8 @@ class RetinaNetTraining(pl.LightningModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Detect, and keep the detections in pixels of the original images."""
         detections = self.model.detect(self.model(batch["images"]))
+        # A sample whose image can't be used is blank: what is found in it is noise.
+        detections = detections._replace(count=detections.count * (batch["bad_image_id"] < 0))
         self._rows.append(
             detection_rows(detections, batch["image_id"], batch["original_size"], self.config.model.image_size)
         )
@@ -85,15 +87,14 @@ class RetinaNetTraining(pl.LightningModule):
         if self.trainer.sanity_checking:
             return
         gathered = _gather(rows, self.trainer.world_size)
-        scores = [self._score(gathered)] if self.trainer.is_global_zero else [None]
+        scores: list[Any] = [self._score(gathered)] if self.trainer.is_global_zero else [None]
         if self.trainer.world_size > 1:
             torch.distributed.broadcast_object_list(scores, src=0)
-        assert scores[0] is not None
         # Tensors of the CPU: a float would be sent to the device for the logger to fetch it back.
         self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in scores[0].items()},
                       rank_zero_only=True)  # fmt: skip
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         """Return Adam or AdamW over the trainable parameters, and the schedule by step."""
         config = self.config.optimizer
         parameters = [p for p in self.parameters() if p.requires_grad]
@@ -109,8 +110,7 @@ class RetinaNetTraining(pl.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the learning rate, a host value."""
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
-            self.log("lr", optimizer.param_groups[0]["lr"])
+        self.log("lr", torch.tensor(optimizer.param_groups[0]["lr"]))
 
     def draw_samples(self, data: pl.LightningDataModule, folder: Path) -> None:
         """Draw detections on images of the validation set: one PNG an image, and a contact sheet of them."""

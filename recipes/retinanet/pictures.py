@@ -123,7 +123,7 @@ def _tag(
     draw: ImageDraw.ImageDraw, box: Box, text: str, color: Color, size: tuple[int, int], placed: list[Box]
 ) -> None:
     """Draw a label where it fits: above the box, else inside it, else below, away from the labels in `placed`."""
-    font = ImageFont.load_default(max(12.0, max(size) / 36))
+    font = ImageFont.load_default(max(12.0, max(size) / 30))
     # Measured on letters of full height, so that all tags of a picture are equally high.
     _, top, _, bottom = draw.textbbox((0, 0), "Hg", font=font)
     width, height = math.ceil(draw.textlength(text, font=font)) + 8, math.ceil(bottom - top) + 4

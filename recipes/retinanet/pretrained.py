@@ -15,6 +15,7 @@ from fasttrain.errors import ConfigError
 from fasttrain.recipes.retinanet.backbone import TRAINABLE_ORDER
 
 SHOWN_KEYS = 3
+STEP_COUNTER = "num_batches_tracked"
 BODY = "backbone.body."
 
 
@@ -59,7 +60,7 @@ def read_state_dict(file: str) -> dict[str, Tensor]:
     """
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(f"There is no weights file {file}; give the path of a torchvision state dict (.pth), or none.")
+        raise ConfigError(f"There is no weights file {file}; give the path of a torchvision state dict, or none.")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -78,7 +79,7 @@ def _with_current_names(found: dict[str, Tensor], wanted: Mapping[str, Tensor]) 
     """Rename a first-version checkpoint; drop batch norm's step counters where the model has none."""
     current = {first_version_name(name): name for name in wanted}
     renamed = {name if name in wanted else current.get(name, name): value for name, value in found.items()}
-    return {name: value for name, value in renamed.items() if name in wanted or not name.endswith("num_batches_tracked")}
+    return {name: value for name, value in renamed.items() if name in wanted or not name.endswith(STEP_COUNTER)}
 
 
 def _first_differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
@@ -88,7 +89,7 @@ def _first_differences(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
         if name in found and found[name].shape != wanted[name].shape
     ]
     # Batch norm makes up its step counter when it loads weights that were saved frozen.
-    missing = [name for name in wanted if name not in found and not name.endswith("num_batches_tracked")]
+    missing = [name for name in wanted if name not in found and not name.endswith(STEP_COUNTER)]
     unknown = [name for name in found if name not in wanted]
     parts = [_shown("the shape differs for", shapes), _shown("missing", missing), _shown("not in the model", unknown)]
     return "; ".join(part for part in parts if part)

@@ -1,0 +1,30 @@
+"""Looks at an installed wheel from outside the checkout: every module imports, every data file is there, the CLI runs."""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import fasttrain
+
+root = Path(fasttrain.__file__).parent
+assert "site-packages" in str(root), f"fasttrain was imported from {root}, not from the wheel"
+names = [module.name for module in pkgutil.walk_packages([str(root)], "fasttrain.")]
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+wanted = ["recipes/retinanet.yaml", "configs/base.yaml", "configs/hardware/cpu.yaml", "py.typed"]
+wanted += ["configs/optimizations/none.yaml", "callbacks/channels_last/README.md", "recipes/retinanet/README.md"]
+missing = [name for name in wanted if not (root / name).is_file()]
+assert not missing, f"the wheel lacks {missing}"
+
+from fasttrain.cli import main  # noqa: E402
+from fasttrain.recipe import find_recipe  # noqa: E402
+
+assert find_recipe("retinanet").is_file()
+sys.argv = ["fasttrain", "list"]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print(f"{len(names)} modules of the wheel import; its data files are there")

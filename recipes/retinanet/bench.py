@@ -1,0 +1,130 @@
+"""Bench cases of the RetinaNet recipe: quality after a short schedule against torchvision's model in plain Lightning."""
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning.pytorch as pl
+from rich.console import Console
+
+from fasttrain.bench import Case
+from fasttrain.callbacks import CATALOGUE
+from fasttrain.environment import usable_cores
+from fasttrain.errors import ConfigError
+from fasttrain.fit import fit
+from fasttrain.measure import Row, make_row
+from fasttrain.recipe import find_recipe, resolve
+from fasttrain.recipes.retinanet.module import OptimizerConfig
+
+DATA_VARIABLE = "FASTTRAIN_TXL_PBC"
+SEEDS = (0, 1, 2)
+IMAGE_SIZE = (512, 512)
+BATCH_SIZE = 16
+MAX_BOXES = 200
+EPOCHS = 12
+# From scratch on a thousand images: a larger step than MLPerf's fine-tuning, and a schedule that ends.
+OPTIMIZER = OptimizerConfig(name="adamw", lr=4e-4, weight_decay=0.01, warmup_epochs=1.0, schedule="cosine")
+
+
+def cases() -> list[Case]:
+    """Return the recipe's bench cases."""
+    return [
+        Case(
+            "retinanet",
+            "txl_pbc_512",
+            f"mAP on the test split of TXL-PBC (folder in ${DATA_VARIABLE}) after {EPOCHS} epochs from scratch, 3 seeds",
+            txl_pbc_512,
+            needs_gpu=True,
+        )
+    ]
+
+
+def txl_pbc_512() -> Iterator[Row]:
+    """Yield score, seconds and images/s of torchvision's model in plain Lightning and of ours, over the seeds."""
+    folder = _data_folder()
+    for variant, train in (("ours", train_ours), ("plain", train_plain)):
+        runs = [train(folder, seed) for seed in SEEDS]
+        note = f"{EPOCHS} epochs, batch {BATCH_SIZE}, seeds {', '.join(map(str, SEEDS))}"
+        yield make_row("retinanet", "txl_pbc_512", variant, "map", "", [run[0] for run in runs], note)
+        yield make_row("retinanet", "txl_pbc_512", variant, "train_seconds", "s", [run[1] for run in runs], note)
+        yield make_row(
+            "retinanet", "txl_pbc_512", variant, "images_per_second", "images/s", [run[2] for run in runs], note
+        )
+
+
+def train_ours(folder: Path, seed: int, run_dir: Path | None = None) -> tuple[float, float, float]:
+    """Return score, wall seconds and training images/s of the recipe through `fasttrain fit`."""
+    optimizer = OPTIMIZER
+    overrides = [
+        f"seed={seed}",
+        f"data.train_images={folder}",
+        f"data.train_annotations={folder / 'instances_train.json'}",
+        f"data.val_images={folder}",
+        f"data.val_annotations={folder / 'instances_test.json'}",
+        f"data.image_size={list(IMAGE_SIZE)}",
+        f"data.batch_size={BATCH_SIZE}",
+        f"data.max_boxes={MAX_BOXES}",
+        f"module.optimizer.name={optimizer.name}",
+        f"module.optimizer.lr={optimizer.lr}",
+        f"module.optimizer.weight_decay={optimizer.weight_decay}",
+        f"module.optimizer.schedule={optimizer.schedule}",
+        f"trainer.max_epochs={EPOCHS}",
+        f"trainer.check_val_every_n_epoch={EPOCHS}",
+        "target.stop=false",
+    ]
+    target = run_dir or Path(tempfile.mkdtemp()) / "run"
+    begin = time.perf_counter()
+    outcome = fit(resolve(find_recipe("retinanet"), overrides), CATALOGUE, run_dir=target, console=Console(width=160))
+    seconds = time.perf_counter() - begin
+    result = outcome.result
+    return result["quality"]["value"], seconds, result["samples_per_second"]
+
+
+def train_plain(folder: Path, seed: int) -> tuple[float, float, float]:
+    """Return the same of torchvision's RetinaNet in plain Lightning."""
+    from fasttrain.recipes.retinanet.peer import PlainCoco, TorchvisionRetinaNet, plain_loader
+
+    pl.seed_everything(seed, workers=True, verbose=False)
+    begin = time.perf_counter()
+    train = PlainCoco(folder, folder / "instances_train.json", flip=True)
+    test = PlainCoco(folder, folder / "instances_test.json", flip=False)
+    workers = min(16, usable_cores() - 1)
+    module = TorchvisionRetinaNet(test.coco, IMAGE_SIZE, OPTIMIZER)
+    clock = _TrainingClock()
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, max_epochs=EPOCHS, check_val_every_n_epoch=EPOCHS, num_sanity_val_steps=0,
+        callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False, benchmark=True,
+    )  # fmt: skip
+    trainer.fit(
+        module, plain_loader(train, BATCH_SIZE, True, workers), plain_loader(test, BATCH_SIZE, False, workers)
+    )
+    seconds = time.perf_counter() - begin
+    return module.score["map"], seconds, trainer.global_step * BATCH_SIZE / clock.seconds
+
+
+class _TrainingClock(pl.Callback):
+    """Wall seconds of training epochs without their validation."""
+
+    def __init__(self) -> None:
+        self.seconds, self._begun = 0.0, 0.0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begun = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.is_last_batch:
+            import torch
+
+            torch.cuda.synchronize()
+            self.seconds += time.perf_counter() - self._begun
+
+
+def _data_folder() -> Path:
+    given = os.environ.get(DATA_VARIABLE)
+    if not given or not (Path(given) / "instances_train.json").is_file():
+        raise ConfigError(
+            f"set {DATA_VARIABLE} to the folder of TXL-PBC with instances_train.json, instances_test.json and images/."
+        )
+    return Path(given)
