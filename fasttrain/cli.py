@@ -134,8 +134,9 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("report.html"),
 ) -> None:
     """Print tables of one or more runs and write them, with plots and pictures, as one self-contained HTML page."""
-    from fasttrain.report import load_run, print_report
+    from fasttrain.report import print_report
     from fasttrain.report_page import write_page
+    from fasttrain.run_summary import load_run
 
     loaded = [load_run(run) for run in runs]
     print_report(loaded)

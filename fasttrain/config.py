@@ -9,7 +9,7 @@ same checks as ours, without a line for us in their code.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import yaml
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, TupleConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from fasttrain.errors import ConfigError
-from fasttrain.judgement import REFUSALS, refusal
+from fasttrain.judgement import REFUSALS, refusal, yaml_problem
 
 CONFIGS = Path(__file__).parent / "configs"
 RECIPES = Path(__file__).parent / "recipes"
@@ -141,13 +141,21 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """Return a file that `fasttrain fit` runs again with the same values, whatever the machine's defaults."""
-        plain = OmegaConf.to_container(self.config, resolve=True, throw_on_missing=False)
+        plain = OmegaConf.to_container(self.config, resolve=True, throw_on_missing=False, enum_to_str=True)
         assert isinstance(plain, dict)
         for section, path in self.classes.items():
             values = {key: value for key, value in (plain.get(section) or {}).items() if value != "???"}
             plain[section] = {"class": path, **values}
         # `resolved` keeps base, hardware and preset layers from being merged into these values once more.
-        return yaml.safe_dump({"resolved": True, **plain}, sort_keys=False, allow_unicode=True, width=120)
+        text: str = yaml.dump({"resolved": True, **plain}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes paths as text; a section's schema makes paths of them again."""
+
+
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
 
 
 def load_layer(path: Path, name: str | None = None) -> Layer:
@@ -160,10 +168,10 @@ def load_layer(path: Path, name: str | None = None) -> Layer:
         values = OmegaConf.load(path)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist.") from None
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read as YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} can't be read as YAML: {yaml_problem(error)}.") from None
     if not isinstance(values, DictConfig):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; a mapping of keys to values was expected.")
+        raise ConfigError(f"{path} holds a list; a mapping of keys to values was expected.")
     return Layer(name or str(path), values)
 
 
@@ -180,9 +188,11 @@ def override_values(overrides: Iterable[str]) -> list[tuple[str, Any]]:
             raise ConfigError(f"'{item}' isn't an override: write key=value, for instance trainer.max_epochs=3.")
         try:
             # OmegaConf's own loader, because YAML 1.1 alone reads 1e-3 as a string.
-            node = OmegaConf.from_dotlist([f"value={text}"])._get_node("value")
+            node: Any = OmegaConf.from_dotlist([f"value={text}"])._get_node("value")
         except (yaml.YAMLError, OmegaConfBaseException) as error:
-            raise ConfigError(f"the value in '{item}' can't be read: {' '.join(str(error).split())}") from None
+            raise ConfigError(
+                f"the value in '{item}' can't be read: {yaml_problem(error)}; quote the whole of it in the shell."
+            ) from None
         # A reference such as ${seed} stays one: it can be looked up only where the value ends up.
         pairs.append((key.strip(), node if OmegaConf.is_config(node) else node._value()))
     return pairs
@@ -219,8 +229,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of every leaf of a container; lists and empty mappings count as leaves."""
     if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
         for key in node:
-            child = node._get_node(key)
-            yield from leaves(child, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(node._get_node(key), f"{prefix}.{key!s}" if prefix else str(key))
     elif OmegaConf.is_config(node):
         yield prefix, OmegaConf.to_container(node, resolve=False) if not node._is_none() else None
     else:

@@ -1,6 +1,6 @@
 """The four ways a run can fail for a reason that its user can act on.
 
-The command line prints these as one sentence without a traceback; anything else is a bug of ours and keeps its traceback.
+The command line prints these as one sentence without a traceback; anything else is a bug of ours and keeps its own.
 """
 
 from collections.abc import Iterable

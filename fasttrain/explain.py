@@ -8,7 +8,9 @@ from rich.table import Table
 
 from fasttrain.config import Resolved, leaves
 from fasttrain.fit import plan_lines
+from fasttrain.judgement import yaml_text
 from fasttrain.plan import Plan
+from fasttrain.sections import SECTIONS
 
 
 def values_table(resolved: Resolved) -> Table:
@@ -18,8 +20,10 @@ def values_table(resolved: Resolved) -> Table:
     table.add_column("value", overflow="fold")
     table.add_column("from", style="dim")
     for section, path in resolved.classes.items():
-        table.add_row(f"{section}.class", path, "recipe")
+        table.add_row(f"{section}.class", path, escape(resolved.origin[f"{section}.class"]))
     for key, value in leaves(resolved.config):
+        if key in SECTIONS:  # a class without parameters
+            continue
         origin = resolved.origin.get(key, "default")
         style = "" if origin == "default" else "cyan"
         table.add_row(escape(key), f"[{style}]{_shown(value)}[/]" if style else _shown(value), escape(origin))
@@ -39,8 +43,4 @@ def explain(resolved: Resolved, plan: Plan, console: Console) -> None:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return escape("(left to the class)" if value == "???" else str(value))
+    return escape("(left to the class)" if value == "???" else yaml_text(value))

@@ -208,8 +208,8 @@ class _Session:
             self.metrics.save()
             self.folder.write_json("result.json", self.result)
             self._write_pictures(status)
-        except FasttrainError as failure:
-            self.console.print(f"[yellow]not written:[/] {failure}", highlight=False)
+        except Exception as failure:  # whatever it is, it must not take the place of the error that ended the run
+            self.console.print("[yellow]not written:[/]", str(failure), highlight=False, markup=True)
         if not self.quiet and self.recorder is not None:
             self._say_summary(status)
 

@@ -1,6 +1,7 @@
 """The sentence about a configuration value that can't be taken: its key, what was given, what would be accepted."""
 
 import re
+from enum import Enum
 from typing import Any, get_args
 
 import yaml
@@ -62,7 +63,8 @@ def parts(key: str) -> list[str]:
 
 def yaml_text(value: Any) -> str:
     """Return a value on one line as an override would spell it."""
-    plain = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+    plain = OmegaConf.to_container(value, resolve=False, enum_to_str=True) if OmegaConf.is_config(value) else value
+    plain = plain.name if isinstance(plain, Enum) else plain
     try:
         text = yaml.safe_dump(plain, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
     except yaml.YAMLError:
@@ -70,8 +72,16 @@ def yaml_text(value: Any) -> str:
     return text.strip().removesuffix("...").rstrip()
 
 
+def yaml_problem(error: Exception) -> str:
+    """Return what a YAML reader stumbled over, with the line where it has one."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem is None:
+        return " ".join(str(error).split()).rstrip(".")
+    return f"line {mark.line + 1}: {problem}" if mark is not None and mark.name != "<unicode string>" else str(problem)
+
+
 def _refused_part(config: DictConfig, key: str, value: DictConfig) -> str | None:
-    for name in value:
+    for name in map(str, value):
         node: Any = value._get_node(name)
         part = node if OmegaConf.is_config(node) else node._value()
         path = f"{key}.{name}" if key else str(name)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from fasttrain.errors import FasttrainError
+
 
 class SampleKey(NamedTuple):
     """One visit of one sample: the epoch it happens in and the sample's index in the dataset."""
@@ -31,7 +33,7 @@ class EpochOrder(DistributedSampler[Any]):
         even: leave out up to `world_size - 1` samples of an epoch so that all ranks get the same count, which
             training under DDP needs. Evaluation leaves it off: each sample is seen exactly once, none twice.
 
-    It subclasses DistributedSampler because that is how Lightning recognizes a sampler that splits over ranks by itself.
+    It subclasses DistributedSampler because Lightning recognizes by that a sampler that splits over ranks itself.
     """
 
     def __init__(
@@ -100,6 +102,19 @@ class ResumableLoader(DataLoader[Any]):
         done = resume["batches"] if resume and resume["epoch"] == self.order.epoch else 0
         self.batches_served = done
         self.order.first = done * (self.batch_size or 1)
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except FasttrainError as error:
+                raise _without_traceback(error) from None
             self.batches_served += 1
             yield batch
+
+
+def _without_traceback(error: FasttrainError) -> FasttrainError:
+    """Return a user's error as it was raised: torch puts a worker process's whole traceback before its sentence."""
+    text = str(error)
+    return type(error)(text.rsplit(f"{type(error).__name__}: ", 1)[-1].strip()) if text.startswith("Caught ") else error

@@ -17,7 +17,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from fasttrain.errors import DataError
-from fasttrain.report import Curve, RunSummary, breakdown, format_duration, format_number, load_run, run_labels
+from fasttrain.report import breakdown, format_duration, format_number, run_labels
+from fasttrain.run_summary import Curve, RunSummary, load_run
 
 Values = NDArray[np.float64]
 

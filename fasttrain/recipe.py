@@ -168,7 +168,7 @@ def _judge(recipe: str, layers: list[Layer], items: list[tuple[str, Any]], note:
             classes[section], origin[f"{section}.class"] = path, COMMAND_LINE
         if section not in classes:
             raise ConfigError(
-                f"{recipe}: no '{section}' is given; name a class, for instance {section}: my_project.{section}.LitThing."
+                f"{recipe}: no '{section}' is given; name a class: {section}: my_project.{section}.LitThing."
             )
         section_schema = schema_of(import_class(classes[section], section))
         schema[section] = {} if section_schema is None else section_schema
@@ -211,31 +211,34 @@ def _make_way(config: DictConfig, key: str) -> None:
         config.target = OmegaConf.structured(TargetConfig)
 
 
-def _presets(front: Layer) -> tuple[dict[str, Any], dict[str, str]]:
+def _presets(front: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take the presets, by name, and the names of those meant for a kind of hardware out of a recipe's values."""
-    taken = []
-    for key in ("presets", "preset_for"):
-        value = OmegaConf.to_container(front.values.pop(key, None) or OmegaConf.create({}), resolve=False)
-        if not isinstance(value, dict):
-            raise ConfigError(f"{front.name}: {key} is {yaml_text(value)}; a mapping of names is expected.")
-        taken.append(value)
-    presets, preset_for = taken
+    presets, preset_for = (_take_mapping(front, key) for key in ("presets", "preset_for"))
     for kind, name in preset_for.items():
         if kind not in _hardware_files():
             raise ConfigError(f"{front.name}: preset_for.{kind}: unknown hardware; {nearest(kind, _hardware_files())}")
-        if name not in presets:
-            raise ConfigError(f"{front.name}: preset_for.{kind} is {name}, no such preset; {nearest(name, presets)}")
+        if str(name) not in presets:
+            raise ConfigError(f"{front.name}: preset_for.{kind} is {name}, no such preset; {nearest(str(name), presets)}")
     for name, values in presets.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{front.name}: presets.{name} is {yaml_text(values)}; a mapping of values is expected.")
     return presets, preset_for
 
 
+def _take_mapping(layer: Layer, key: str) -> dict[str, Any]:
+    value = layer.values.pop(key, None) or {}
+    if not isinstance(value, (dict, DictConfig)):
+        raise ConfigError(f"{layer.name}: {key} is {yaml_text(value)}; a mapping of names is expected.")
+    plain = OmegaConf.to_container(OmegaConf.create(value), resolve=False)
+    assert isinstance(plain, dict)
+    return {str(name): item for name, item in plain.items()}
+
+
 def _preset_layer(presets: dict[str, Any], name: Any, recipe: str) -> Layer:
-    if not isinstance(name, (str, int)) or name not in presets:
-        has = f"has no such preset; {nearest(str(name), map(str, presets))}" if presets else "has no presets."
+    if str(name) not in presets:
+        has = f"has no such preset; {nearest(str(name), presets)}" if presets else "has no presets."
         raise ConfigError(f"preset={yaml_text(name)}: {recipe} {has}")
-    return Layer(f"preset {name}", OmegaConf.create({**presets[name], "preset": str(name)}))
+    return Layer(f"preset {name}", OmegaConf.create({**presets[str(name)], "preset": str(name)}))
 
 
 def _hardware_files() -> dict[str, Path]:
@@ -255,8 +258,10 @@ def _hardware_layer(name: Any, hardware: Hardware) -> Layer:
 
 
 def _with_sets_expanded(layers: list[Layer]) -> list[Layer]:
-    """Put the file of configs/optimizations in the place of its name. It means that set and no other: what layers
-    before it ask for is dropped."""
+    """Put the file of configs/optimizations in the place of its name.
+
+    It means that set and no other: what the layers before it ask for is dropped.
+    """
     expanded: list[Layer] = []
     for layer in layers:
         name = layer.values.get("optimizations")

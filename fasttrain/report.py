@@ -4,312 +4,20 @@ Neither torch nor lightning is imported, so that a report opens at once, on mach
 missing or cut short costs what it held and a sentence in `RunSummary.problems`, never the report.
 """
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fasttrain.errors import ConfigError
-
-RUN_FILES = {
-    "config.yaml": "its settings are unknown, and it can't be grouped with runs that differ by seed",
-    "environment.json": "the machine and the versions are unknown",
-    "plan.json": "which optimizations were on is unknown",
-    "metrics.csv": "there are no curves to draw",
-    "result.json": "the run crashed or is still going, and its totals are read off metrics.csv as far as that goes",
-}
-"""The files of a run folder, and what a report can't say without each."""
-
-UNKNOWN = "—"
-
-NOT_REACHED = ("finished", "interrupted", "failed")
-"""Statuses of a run that ended short of its target, if it had one."""
-
-
-@dataclass(frozen=True)
-class Quality:
-    """The score a run is judged by: its last and its best value."""
-
-    name: str
-    value: float | None
-    best: float | None
-
-
-@dataclass(frozen=True)
-class Target:
-    """The score at which the run has done its work; `mode` is max or min, the better direction."""
-
-    name: str
-    value: float
-    mode: str
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Where the target was reached; `seconds` of wall time since fit began."""
-
-    seconds: float
-    step: int | None
-    epoch: int | None
-    samples: int | None
-
-
-@dataclass(frozen=True)
-class PlannedOptimization:
-    """One line of the plan; `verdict` is applies, refused or off, and `changes` are sentences."""
-
-    name: str
-    verdict: str
-    reason: str
-    stage: str
-    grade: str
-    changes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One logged number over the run, by rising step; of a step that was run again after a resume, the last."""
-
-    steps: tuple[int, ...]
-    seconds: tuple[float, ...]
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """One run as its folder tells it: None where the folder doesn't say, with the reason among `problems`."""
-
-    path: Path
-    recipe: str
-    status: str
-    error: str | None
-    seed: int | None
-    quality: Quality | None
-    target: Target | None
-    reached: Reached | None
-    samples: int | None
-    steps: int | None
-    epochs: int | None
-    seconds: float | None
-    samples_per_second: float | None
-    breakdown_seconds: Mapping[str, float]
-    bad_samples: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    optimizations: tuple[PlannedOptimization, ...] | None
-    config: Mapping[str, Any]
-    config_text: str
-    curves: Mapping[str, Curve]
-    pictures: tuple[Path, ...]
-    problems: tuple[str, ...]
-
-
-def load_run(path: Path) -> RunSummary:
-    """Read one run folder.
-
-    Raises:
-        ConfigError: `path` is no run folder.
-    """
-    _require_run_folder(path)
-    problems: list[str] = []
-    result = _read_mapping(path / "result.json", problems)
-    plan = _read_mapping(path / "plan.json", problems)
-    environment = _read_mapping(path / "environment.json", problems)
-    config = _read_mapping(path / "config.yaml", problems)
-    curves = _read_metrics(path / "metrics.csv", problems)
-    target = _target(result.get("target")) or _target(config.get("target"))
-    rates = curves.get("samples_per_second")
-    return RunSummary(
-        path=path,
-        recipe=_text(result.get("recipe")) or _text(config.get("recipe")) or "unknown recipe",
-        status=_text(result.get("status")) or "unknown",
-        error=_text(result.get("error")) or None,
-        seed=_first_integer(result.get("seed"), config.get("seed")),
-        quality=_quality(result.get("quality")) or _quality_from_curve(target, curves),
-        target=target,
-        reached=_reached(result.get("reached_at")) if result.get("reached") is not False else None,
-        samples=_first_integer(result.get("samples")),
-        steps=_first_integer(result.get("steps"), max((c.steps[-1] for c in curves.values()), default=None)),
-        epochs=_first_integer(result.get("epochs")),
-        seconds=_first_number(result.get("seconds"), max((max(c.seconds) for c in curves.values()), default=None)),
-        samples_per_second=_first_number(result.get("samples_per_second"), fmean(rates.values) if rates else None),
-        breakdown_seconds=_numbers(result.get("breakdown_seconds")),
-        bad_samples=_mapping(result.get("bad_samples")),
-        environment=environment,
-        optimizations=tuple(map(_optimization, _list(plan["optimizations"]))) if "optimizations" in plan else None,
-        config=config,
-        config_text=_read_text(path / "config.yaml"),
-        curves=curves,
-        # The sheet shows the other pictures once more.
-        pictures=tuple(sorted(p for p in (path / "samples").glob("*.png") if p.stem != "contact-sheet")),
-        problems=tuple(problems),
-    )
-
-
-def _require_run_folder(path: Path) -> None:
-    holds = ", ".join(RUN_FILES)
-    if not path.exists():
-        raise ConfigError(f"'{path}' does not exist; a run folder is written by `fasttrain fit` and holds {holds}.")
-    if not path.is_dir():
-        raise ConfigError(f"'{path}' is a file, not a run folder; give the folder that holds {holds}.")
-    if not any((path / name).is_file() for name in RUN_FILES):
-        configs = (*path.glob("*/config.yaml"), *path.glob("*/*/config.yaml"))
-        inside = sorted(config.parent.relative_to(path).as_posix() for config in configs)
-        hint = f" Run folders inside it: {', '.join(inside[-3:])}." if inside else ""
-        raise ConfigError(f"'{path}' is no run folder: it holds none of {holds}.{hint}")
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def _read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
-    loss = RUN_FILES[path.name]
-    if not path.is_file():
-        problems.append(f"{path.name} is missing: {loss}.")
-        return {}
-    text = _read_text(path)
-    try:
-        value = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        line = getattr(error, "lineno", None) or getattr(getattr(error, "problem_mark", None), "line", -1) + 1
-        problems.append(f"{path.name} is cut short or damaged (at line {line}): {loss}.")
-        return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} holds no keys and values: {loss}.")
-    return _mapping(value)
-
-
-def _read_metrics(path: Path, problems: list[str]) -> dict[str, Curve]:
-    if not path.is_file():
-        problems.append(f"metrics.csv is missing: {RUN_FILES['metrics.csv']}.")
-        return {}
-    text = _read_text(path)
-    # A last line without its newline may have lost digits, and 0.4 for 0.41 would pass for a value.
-    whole, _, rest = text.rpartition("\n")
-    points: dict[str, dict[int, tuple[float, float]]] = {}
-    unreadable = 1 if rest else 0
-    for row in csv.DictReader(io.StringIO(whole)):
-        try:
-            # int() refuses a step of NaN, which would break the order of the points.
-            step, seconds, value = int(row["step"]), float(row["seconds"]), float(row["value"])
-            points.setdefault(row["name"], {})[step] = (seconds, value)
-        except (KeyError, TypeError, ValueError):
-            unreadable += 1
-    if unreadable:
-        problems.append(f"metrics.csv: lines that are cut short or damaged and left out: {unreadable}.")
-    if not points:
-        problems.append(f"metrics.csv holds no values: {RUN_FILES['metrics.csv']}.")
-    curves = {name: _curve(by_step) for name, by_step in sorted(points.items())}
-    problems.extend(f"{name} is not a finite number from step {s} on." for name, s in _diverged(curves))
-    return curves
-
-
-def _curve(by_step: Mapping[int, tuple[float, float]]) -> Curve:
-    steps = sorted(by_step)
-    return Curve(tuple(steps), tuple(by_step[s][0] for s in steps), tuple(by_step[s][1] for s in steps))
-
-
-def _diverged(curves: Mapping[str, Curve]) -> Iterator[tuple[str, int]]:
-    """Yield (name, first bad step) of the curves that end in NaN or infinity."""
-    for name, curve in curves.items():
-        last_good = max((i for i, value in enumerate(curve.values) if math.isfinite(value)), default=-1)
-        if last_good + 1 < len(curve.values):
-            yield name, curve.steps[last_good + 1]
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _first_number(*values: Any) -> float | None:
-    for value in values:
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            continue
-        if math.isfinite(number):
-            return number
-    return None
-
-
-def _first_integer(*values: Any) -> int | None:
-    number = _first_number(*values)
-    return None if number is None else int(number)
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    return {key: number for key, item in _mapping(value).items() if (number := _first_number(item)) is not None}
-
-
-def _quality(value: Any) -> Quality | None:
-    found = _mapping(value)
-    name = _text(found.get("name"))
-    return Quality(name, _first_number(found.get("value")), _first_number(found.get("best"))) if name else None
-
-
-def _quality_from_curve(target: Target | None, curves: Mapping[str, Curve]) -> Quality | None:
-    curve = curves.get(target.name) if target else None
-    finite = [value for value in curve.values if math.isfinite(value)] if curve else []
-    if target is None or not finite:
-        return None
-    return Quality(target.name, finite[-1], min(finite) if target.mode == "min" else max(finite))
-
-
-def _target(value: Any) -> Target | None:
-    found = _mapping(value)
-    name, number = _text(found.get("name")) or _text(found.get("metric")), _first_number(found.get("value"))
-    return Target(name, number, _text(found.get("mode")) or "max") if name and number is not None else None
-
-
-def _reached(value: Any) -> Reached | None:
-    at = _mapping(value)
-    seconds = _first_number(at.get("seconds"))
-    rest = (_first_integer(at.get(key)) for key in ("step", "epoch", "samples"))
-    return None if seconds is None else Reached(seconds, *rest)
-
-
-def _optimization(value: Any) -> PlannedOptimization:
-    line = _mapping(value)
-    name, verdict, reason, stage, grade = (_text(line.get(k)) for k in ("name", "verdict", "reason", "stage", "grade"))
-    return PlannedOptimization(name, verdict, reason, stage, grade, _changes(line.get("changes")))
-
-
-def _changes(value: Any) -> tuple[str, ...]:
-    """Return a sentence for each kind of change: a full model would have hundreds of lines, one for each weight."""
-    places: dict[str, list[tuple[str, int]]] = {}
-    for change in map(_mapping, _list(value)):
-        place = (_text(change.get("path")), _first_integer(change.get("count"), 1) or 1)
-        places.setdefault(_text(change.get("what")), []).append(place)
-    return tuple(_change_sentence(what, found) for what, found in places.items())
-
-
-def _change_sentence(what: str, places: Sequence[tuple[str, int]]) -> str:
-    count, (first, _), (last, _) = sum(count for _, count in places), places[0], places[-1]
-    words = f"{first}: {what}" if len(places) == 1 else f"{what} in {len(places):,} places, from {first} to {last}"
-    return f"{words} ({count:,} times)" if count > len(places) else words
+from fasttrain.run_summary import NOT_REACHED, UNKNOWN, RunSummary, Target, first_number, text_of
 
 
 @dataclass(frozen=True)
@@ -369,7 +77,7 @@ def status_words(run: RunSummary) -> str:
 
 def hardware(run: RunSummary) -> str:
     """Return the accelerator's name, or the processor's on a machine without one."""
-    return _text(run.environment.get("gpu")) or _text(run.environment.get("cpu")) or "unknown machine"
+    return text_of(run.environment.get("gpu")) or text_of(run.environment.get("cpu")) or "unknown machine"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -556,7 +264,7 @@ def _benchmark_table(key: tuple[str, ...], rows: Sequence[Mapping[str, Any]]) ->
 def _benchmark_cell(row: Mapping[str, Any] | None, by_variant: Mapping[str, Mapping[str, Any]]) -> str:
     if row is None:
         return UNKNOWN
-    value, p10, p90 = (_first_number(row.get(name)) for name in ("value", "p10", "p90"))
+    value, p10, p90 = (first_number(row.get(name)) for name in ("value", "p10", "p90"))
     baseline = by_variant.get("plain") or by_variant.get("eager")
     gain = _speed_up(row, baseline) if baseline is not None and baseline is not row else None
     first = format_number(value, 4) + (f"  {gain:.2f}x" if gain is not None else "")
@@ -564,7 +272,7 @@ def _benchmark_cell(row: Mapping[str, Any] | None, by_variant: Mapping[str, Mapp
 
 
 def _speed_up(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | None:
-    value, base = _first_number(row.get("value")), _first_number(baseline.get("value"))
+    value, base = first_number(row.get("value")), first_number(baseline.get("value"))
     unit = str(row.get("unit") or "").strip()
     if not value or not base:
         return None

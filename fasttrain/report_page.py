@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from fasttrain import plots, report
 from fasttrain.errors import ConfigError
-from fasttrain.report import RunSummary
+from fasttrain.run_summary import RunSummary
 
 TEMPLATE = Path(__file__).with_name("report_page.html.j2")
 

@@ -157,12 +157,7 @@ class MetricsFile(Logger):
         if not self._pending:
             return
         try:
-            new = not self.path.exists() or self.path.stat().st_size == 0
-            with self.path.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                if new:
-                    writer.writerow(METRICS_HEADER)
-                writer.writerows(self._pending)
+            self._append()
         except OSError as error:
             raise disk_error(self.path, error) from error
         self._pending.clear()
@@ -184,6 +179,14 @@ class MetricsFile(Logger):
         with temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([METRICS_HEADER, *kept])
         temporary.replace(self.path)
+
+    def _append(self) -> None:
+        new = not self.path.exists() or self.path.stat().st_size == 0
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(METRICS_HEADER)
+            writer.writerows(self._pending)
 
 
 def _free(folder: Path) -> Path:

@@ -28,9 +28,10 @@ class ResumePoint(Checkpoint):
     """Keeps `last.ckpt`, from which the run goes on bit for bit where the kernels are deterministic.
 
     It is written at the configured intervals, at the last step, when `interrupt()` was called, and when the next batch
-    can't be fetched, so that a broken image costs nothing that was computed before it. Lightning can continue exactly from two places only: after a batch that no validation follows, and after
-    a whole epoch with its validation. So a stop that is asked for when a validation is due waits for it to end, and
-    one in the middle of accumulating gradients for the optimizer step.
+    can't be fetched, so that a broken image costs nothing that was computed before it. Lightning can continue exactly
+    from two places only: after a batch that no validation follows, and after a whole epoch with its validation. So a
+    stop that is asked for when a validation is due waits for it to end, and one in the middle of accumulating
+    gradients for the optimizer step.
 
     Beside Lightning's state the file holds the global random state, which evaluation is kept from changing.
     """

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-from collections.abc import Mapping
 from dataclasses import field, is_dataclass, make_dataclass
 from typing import Any, get_type_hints
 
@@ -94,34 +93,32 @@ def schema_of(cls: type) -> DictConfig | None:
         return None
     hints = _hints(cls)
     fields = [_schema_field(parameter, hints.get(name, Any)) for name, parameter in parameters.items()]
-    return OmegaConf.structured(make_dataclass(cls.__name__, fields))  # type: ignore[no-any-return]
+    return thaw(OmegaConf.structured(make_dataclass(cls.__name__, fields)))
 
 
-def instantiate(cls: type, values: DictConfig | Mapping[str, Any] | None, section: str) -> Any:
+def instantiate(cls: type, values: DictConfig, section: str) -> Any:
     """Call a class with a section's values.
 
     Raises:
         ConfigError: a required parameter is not set.
     """
-    if _config_parameter(cls) is not None:
-        missing = sorted(OmegaConf.missing_keys(values))
-        if missing:
-            raise ConfigError(f"{section}.{missing[0]} must be set for {cls.__name__}.")
+    as_one = _config_parameter(cls) is not None
+    optional = set() if as_one else {name for name, p in _parameters(cls).items() if p.default is not p.empty}
+    missing = sorted(key for key in OmegaConf.missing_keys(values) if key not in optional)
+    if missing:
+        raise ConfigError(f"{section}.{missing[0]} must be set for {cls.__name__}.")
+    if as_one:
         return cls(OmegaConf.to_object(values))
-    plain = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else dict(values or {})
-    assert isinstance(plain, dict)
-    arguments = {str(key): value for key, value in plain.items() if value != "???"}
-    for name, parameter in _parameters(cls).items():
-        required = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if required and name not in arguments:
-            raise ConfigError(f"{section}.{name} must be set for {cls.__name__}.")
-    return cls(**arguments)
+    return cls(**{str(key): _plain(values[key]) for key in values if not OmegaConf.is_missing(values, key)})
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    if cls.__init__ is object.__init__:  # type: ignore[misc]  # its signature claims to take anything
+        return {}
     parameters = dict(inspect.signature(cls.__init__).parameters)  # type: ignore[misc]
     parameters.pop("self", None)
     return {n: p for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL}
@@ -144,7 +141,9 @@ def _config_parameter(cls: type) -> type | None:
 
 def _schema_field(parameter: inspect.Parameter, annotation: Any) -> tuple[str, Any, Any]:
     name, default = parameter.name, parameter.default
-    if default is parameter.empty:
+    if default is parameter.empty and is_dataclass(annotation):
+        default = field(default_factory=lambda: OmegaConf.structured(annotation))
+    elif default is parameter.empty:
         default = "???"
     elif isinstance(default, (list, dict)):
         default = _factory(default)

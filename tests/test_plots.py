@@ -16,7 +16,7 @@ from fasttrain.plots import (
     throughput_figure,
     write_plots,
 )
-from fasttrain.report import RunSummary, load_run
+from fasttrain.run_summary import RunSummary, load_run
 
 RESULT = """{"recipe": "retinanet", "status": "reached_target", "quality": {"name": "map", "value": 0.41, "best": 0.41},
  "target": {"name": "map", "value": 0.4, "mode": "max"}, "reached": true, "seconds": 260, "samples_per_second": 150,

@@ -15,17 +15,16 @@ from rich.console import Console
 
 from fasttrain.errors import ConfigError
 from fasttrain.report import (
-    Reached,
     benchmark_tables,
     comparison_table,
     format_duration,
     headline,
-    load_run,
     print_report,
     run_labels,
     seed_tables,
 )
 from fasttrain.report_page import write_page
+from fasttrain.run_summary import Reached, load_run
 
 CONFIG: dict[str, Any] = {
     "recipe": "retinanet",

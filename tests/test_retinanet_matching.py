@@ -115,7 +115,17 @@ def test_a_box_that_no_anchor_touches_gets_all_of_them_as_in_torchvision() -> No
     assert torch.equal(matched, torchvision_match(box))
 
 
-def test_the_first_of_identical_boxes_wins() -> None:
+def test_thresholds_belong_to_the_better_side() -> None:
+    box = torch.tensor([[[0.0, 0.0, 4.0, 10.0]]])
+    widths = [4.0, 8.0, 8.1, 10.0, 10.1]  # IoU 1, 0.5, less, 0.4, less
+    anchors = torch.tensor([[0.0, 0.0, width, 10.0] for width in widths])
+    matched = match(anchors, box, torch.tensor([[3]]))
+    assert matched[0].tolist() == [0, 0, BETWEEN_THRESHOLDS, BETWEEN_THRESHOLDS, BACKGROUND]
+
+
+@pytest.mark.parametrize("pairs_at_once", [1, 2**18], ids=["box_by_box", "all_at_once"])
+def test_the_first_of_identical_boxes_wins(monkeypatch: pytest.MonkeyPatch, pairs_at_once: int) -> None:
+    monkeypatch.setattr(matching, "PAIRS_AT_ONCE_CPU", pairs_at_once)
     box = ANCHORS[500:501]
     matched = match(ANCHORS, *padded([box.repeat(3, 1)], 4))
     assert matched[0, 500] == 0

@@ -37,6 +37,8 @@ class DataConfig:
     """Boxes an image is padded to; MLPerf v2.0's own default. More than that in an image is an error."""
     flip: bool = True
     """Mirror half of the training images."""
+    crowd_targets: bool = False
+    """Train on crowd boxes too, as MLPerf's reference does on OpenImages and nobody does on COCO."""
     seed: int = 0
     """Of the order and the augmentation."""
     num_workers: int | None = None
@@ -99,6 +101,8 @@ class DetectionData(pl.LightningDataModule):
                 image_size=config.image_size,
                 max_boxes=config.max_boxes,
                 augment=split == "train" and config.flip,
+                substitute=split == "train",
+                crowd_targets=config.crowd_targets,
                 seed=config.seed,
                 on_bad_image=config.on_bad_image,
                 cache=config.cache,
