@@ -147,7 +147,9 @@ class Resolved:
             values = {key: value for key, value in (plain.get(section) or {}).items() if value != "???"}
             plain[section] = {"class": path, **values}
         # `resolved` keeps base, hardware and preset layers from being merged into these values once more.
-        text: str = yaml.dump({"resolved": True, **plain}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        text: str = yaml.dump(
+            {"resolved": True, **plain}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120
+        )
         return text
 
 

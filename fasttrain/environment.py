@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fasttrain.errors import ConfigError
+
 RECORDED_PACKAGES = (
     "fasttrain", "torch", "torchvision", "lightning", "torchmetrics", "triton", "numpy", "pillow",
     "pycocotools", "hotcoco", "faster-coco-eval", "nvidia-dali-cuda130", "apex",
@@ -37,12 +39,30 @@ class Hardware:
     @classmethod
     def here(cls) -> "Hardware":
         """Look at this machine. Makes no CUDA context when there is no GPU."""
-        cores = usable_cores()
-        if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(0)
-            capability = (properties.major, properties.minor)
-            return cls("gpu", "cuda:0", properties.name, cores, capability, properties.total_memory)
-        return cls("cpu", "cpu", cpu_name(), cores, None, memory_bytes())
+        if not torch.cuda.is_available():
+            return cls.cpu()
+        properties = torch.cuda.get_device_properties(0)
+        capability = (properties.major, properties.minor)
+        return cls("gpu", "cuda:0", properties.name, usable_cores(), capability, properties.total_memory)
+
+    @classmethod
+    def cpu(cls) -> "Hardware":
+        """Look at this machine without its GPU."""
+        return cls("cpu", "cpu", cpu_name(), usable_cores(), None, memory_bytes())
+
+    @classmethod
+    def of_accelerator(cls, accelerator: str) -> "Hardware":
+        """Look at the part of this machine that a run with Lightning's `trainer.accelerator` uses.
+
+        Raises:
+            ConfigError: a GPU is asked for and there is none.
+        """
+        if accelerator in ("gpu", "cuda") and not torch.accelerator.is_available():
+            raise ConfigError(
+                f"trainer.accelerator={accelerator}, but torch sees no GPU here ({usable_cores()} CPU cores); "
+                "hardware=cpu trains without one."
+            )
+        return cls.cpu() if accelerator == "cpu" else cls.here()
 
     @property
     def sentence(self) -> str:

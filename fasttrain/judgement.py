@@ -81,10 +81,10 @@ def yaml_problem(error: Exception) -> str:
 
 
 def _refused_part(config: DictConfig, key: str, value: DictConfig) -> str | None:
-    for name in map(str, value):
+    for name in value:
         node: Any = value._get_node(name)
         part = node if OmegaConf.is_config(node) else node._value()
-        path = f"{key}.{name}" if key else str(name)
+        path = f"{key}.{name!s}" if key else str(name)
         try:
             OmegaConf.update(config.copy(), path, part, merge=isinstance(part, DictConfig), force_add=False)
         except REFUSALS as error:

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import inspect
 import platform
 import statistics
 import time
@@ -17,6 +18,7 @@ import torch
 
 from fasttrain.environment import Hardware, cpu_name, source_commit
 from fasttrain.errors import DataError
+from fasttrain.randomness import random_state_kept
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class StepProbe:
     """Runs a module's training step outside of a Trainer, on copies, to compare ways of doing it.
 
-    Each variant works on a deep copy, on the device that the run will use; the module and the global random state are
-    left as they were. `self.log` in the step does nothing.
+    Each variant works on deep copies, on the device that the run will use; the module, the batch and the global random
+    state are left as they were. `self.log` in the step does nothing.
     """
 
     def __init__(self, module: pl.LightningModule, batch: Any, device: str) -> None:
@@ -173,15 +175,17 @@ class StepProbe:
         repeats: int = 7,
     ) -> list[float]:
         """Time forward and backward after `prepare(module_copy, device_batch)`, which returns the batch to use."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.enable_grad():
+        if self.device.type == "cuda":
+            torch.cuda.init()  # before that its random state can't be kept
+        with random_state_kept(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # Lightning warns that `self.log` has no Trainer, which is the point here
             module = copy.deepcopy(self.module).to(self.device).train()
-            batch = prepare(module, pl.utilities.move_data_to_device(self.batch, self.device))
+            batch = prepare(module, pl.utilities.move_data_to_device(copy.deepcopy(self.batch), self.device))
+            takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
 
             def step() -> None:
                 with torch.autocast(self.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
-                    output = module.training_step(batch, 0)
+                    output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
                 loss: Any = output["loss"] if isinstance(output, dict) else output
                 loss.backward()
                 module.zero_grad()

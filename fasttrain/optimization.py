@@ -14,8 +14,11 @@ from enum import IntEnum
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
 
 from fasttrain.environment import Hardware
+from fasttrain.errors import DataError, FasttrainError, OptimizationError
+from fasttrain.randomness import random_state_kept
 
 Grade = Literal["same numbers", "same quality"]
 
@@ -74,7 +77,8 @@ class Context:
 class ExampleBatch:
     """A batch of the run's own training data, drawn when first asked for.
 
-    It is drawn from a loader of its own, so that the run's order of samples is untouched.
+    It is drawn from a loader of its own, and the global random state is put back, so that the run's order of samples
+    does not depend on which optimizations were asked for.
     """
 
     def __init__(self, data: pl.LightningDataModule) -> None:
@@ -83,13 +87,32 @@ class ExampleBatch:
         self._drawn = False
 
     def __call__(self) -> Any:
-        """Return the batch, on the CPU."""
+        """Return the batch, on the CPU, in the structure in which the Trainer hands it to the module.
+
+        Raises:
+            DataError: the training loader is empty, or its data are bad.
+            OptimizationError: the data module gives no batch without a Trainer; the message begins a sentence.
+        """
         if not self._drawn:
-            self._data.setup("fit")
-            loader = self._data.train_dataloader()
-            self._batch = next(iter(loader))
+            try:
+                with random_state_kept():
+                    self._batch = self._draw()
+            except FasttrainError:
+                raise
+            except Exception as error:  # a user's data module may ask its Trainer, which is not there yet
+                name = type(self._data).__name__
+                raise OptimizationError(
+                    f"{name} gives no batch to measure with before there is a Trainer ({type(error).__name__}: {error})"
+                ) from error
             self._drawn = True
         return self._batch
+
+    def _draw(self) -> Any:
+        self._data.setup("fit")
+        first = next(iter(CombinedLoader(self._data.train_dataloader(), "max_size_cycle")), None)
+        if first is None:
+            raise DataError(f"the training loader of {type(self._data).__name__} is empty: there is no batch in it.")
+        return first[0]
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """The global random state, as plain tensors and numbers that any checkpoint loader accepts."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,3 +46,13 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the global random state back at the end, whatever was drawn inside."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

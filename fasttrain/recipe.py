@@ -218,7 +218,9 @@ def _presets(front: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         if kind not in _hardware_files():
             raise ConfigError(f"{front.name}: preset_for.{kind}: unknown hardware; {nearest(kind, _hardware_files())}")
         if str(name) not in presets:
-            raise ConfigError(f"{front.name}: preset_for.{kind} is {name}, no such preset; {nearest(str(name), presets)}")
+            raise ConfigError(
+                f"{front.name}: preset_for.{kind} is {name}, no such preset; {nearest(str(name), presets)}"
+            )
     for name, values in presets.items():
         if not isinstance(values, dict):
             raise ConfigError(f"{front.name}: presets.{name} is {yaml_text(values)}; a mapping of values is expected.")

@@ -15,6 +15,7 @@ from fasttrain.trainer import (
     fit_is_ending,
     is_accumulating,
     is_between_batches,
+    load_pending_loader_state,
     stop_now,
     validation_is_due,
 )
@@ -54,6 +55,10 @@ class ResumePoint(Checkpoint):
         """Put back the random state before the first loader is made."""
         if self._restore is not None:
             set_random_state(self._restore)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See that the training loader goes on where it was."""
+        load_pending_loader_state(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -23,16 +23,18 @@ def prepare(resolved: Resolved, catalogue: Catalogue, hardware: Hardware | None 
     """Build the recipe and ask every optimization.
 
     Raises:
-        ConfigError: an optimization that does not exist or has wrong parameters; judged before any data is touched.
+        ConfigError: an optimization that does not exist or has wrong parameters, or a GPU that is not there; judged
+            before any data is touched.
         OptimizationError: one is refused and the configuration says that this is an error.
         ConfigError, DataError: from the recipe's classes.
     """
     wanted, off = requested(resolved.config.optimizations, catalogue)
+    hardware = hardware or Hardware.of_accelerator(resolved.config.trainer.accelerator)
     recipe = build(resolved)
     context = Context(
         recipe.module,
         recipe.data,
-        hardware or Hardware.here(),
+        hardware,
         precision=resolved.config.trainer.precision,
         asked_for=frozenset(optimization.name for optimization in wanted),
         example=ExampleBatch(recipe.data),

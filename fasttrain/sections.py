@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from contextlib import suppress
 from dataclasses import field, is_dataclass, make_dataclass
 from typing import Any, get_type_hints
 
@@ -104,7 +105,8 @@ def instantiate(cls: type, values: DictConfig, section: str) -> Any:
     """
     as_one = _config_parameter(cls) is not None
     optional = set() if as_one else {name for name, p in _parameters(cls).items() if p.default is not p.empty}
-    missing = sorted(key for key in OmegaConf.missing_keys(values) if key not in optional)
+    above = f"{values._get_full_key(None)}."  # OmegaConf names missing keys from the root
+    missing = sorted({key.removeprefix(above) for key in OmegaConf.missing_keys(values)} - optional)
     if missing:
         raise ConfigError(f"{section}.{missing[0]} must be set for {cls.__name__}.")
     if as_one:
@@ -125,10 +127,15 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    try:
-        return get_type_hints(cls.__init__)  # type: ignore[misc]
-    except Exception:  # annotations of foreign code may name things that only a type checker sees
-        return {}
+    function: Any = cls.__init__  # type: ignore[misc]
+    hints: dict[str, Any] = {}
+    # One by one: annotations of foreign code may name things that only a type checker sees.
+    for name, annotation in getattr(function, "__annotations__", {}).items():
+        one: Any = lambda: None  # noqa: E731  # something to hold a single annotation
+        one.__annotations__ = {name: annotation}
+        with suppress(Exception):
+            hints |= get_type_hints(one, globalns=getattr(function, "__globals__", None))
+    return hints
 
 
 def _config_parameter(cls: type) -> type | None:

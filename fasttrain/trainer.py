@@ -130,6 +130,18 @@ def epoch_is_complete(trainer: pl.Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
+def load_pending_loader_state(trainer: pl.Trainer) -> None:
+    """Give resumed loaders their position, if that is still to be done when training starts.
+
+    Lightning does it when it makes the loaders. A module that asks for `estimated_stepping_batches` in
+    `configure_optimizers` has them made before the checkpoint's loops are read, and the position would be lost.
+    """
+    fit_loop = trainer.fit_loop
+    if fit_loop._combined_loader_states_to_load and fit_loop._data_fetcher is not None:
+        fit_loop._load_combined_loader_states()
+        iter(fit_loop._data_fetcher)
+
+
 def fit_is_ending(trainer: pl.Trainer) -> bool:
     """Whether this epoch's end is the fit's. To be asked in `on_train_epoch_end`."""
     epochs, max_epochs = trainer.fit_loop.epoch_progress.current.processed, trainer.max_epochs

@@ -48,6 +48,8 @@ class Probe(pl.LightningModule):
         self.log("score", self.net(batch).mean())
 
     def configure_optimizers(self) -> dict[str, object]:
+        # A schedule that knows its length has Lightning make the loaders before the checkpoint is read.
+        assert self.trainer.estimated_stepping_batches > 0
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return {
             "optimizer": optimizer,

@@ -1,4 +1,4 @@
-"""RetinaNet whole: the MLPerf model's facts, equality with torchvision's model, weights files, and what it refuses."""
+"""RetinaNet whole: the MLPerf model's facts, equality with torchvision's model, and what it refuses."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchvision.models import resnet18, resnet34, resnext50_32x4d
+from torchvision.models import resnet18, resnext50_32x4d
 from torchvision.models.detection import RetinaNet as TorchvisionRetinaNet
 from torchvision.models.detection import retinanet_resnet50_fpn
 from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
@@ -23,7 +23,6 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from fasttrain.errors import ConfigError
 from fasttrain.recipes.retinanet.images import load_image, resize, scale_boxes
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
-from fasttrain.recipes.retinanet.pretrained import first_version_name
 
 SIZE = (64, 96)
 SMALL = RetinaNetConfig(
@@ -286,114 +285,6 @@ def test_levels_without_the_last_stage_leave_it_out() -> None:
     model = RetinaNet(resnet18_config(levels=(2, 3, 4), anchor_sizes=(16, 32, 64)))
     assert not any("layer4" in name for name in model.state_dict())
     assert model(torch.rand(1, 3, *SIZE)).box_deltas.shape == (1, len(model.anchors), 4)
-
-
-@pytest.fixture(scope="module")
-def classifier() -> nn.Module:
-    torch.manual_seed(1)
-    net = resnet18(weights=None)
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean, std=0.1)
-    return net
-
-
-class TestWeights:
-    def save(self, content: object, folder: Path) -> str:
-        torch.save(content, folder / "weights.pth")
-        return str(folder / "weights.pth")
-
-    def test_of_a_classifier_become_a_frozen_backbone(self, classifier: nn.Module, tmp_path: Path) -> None:
-        model = RetinaNet(resnet18_config(weights=self.save(classifier.state_dict(), tmp_path)))
-        assert torch.equal(model.backbone.body.bn1.running_mean, classifier.bn1.running_mean)
-        assert torch.equal(model.backbone.body.layer4[1].conv2.weight, classifier.layer4[1].conv2.weight)
-        assert isinstance(model.backbone.body.bn1, FrozenBatchNorm2d)
-        assert not model.backbone.body.layer1[0].conv1.weight.requires_grad
-        assert model.backbone.body.layer2[0].conv1.weight.requires_grad
-
-    def test_can_train_their_norm(self, classifier: nn.Module, tmp_path: Path) -> None:
-        model = RetinaNet(resnet18_config(weights=self.save(classifier.state_dict(), tmp_path), norm="batch"))
-        assert isinstance(model.backbone.body.bn1, nn.BatchNorm2d)
-        assert torch.equal(model.backbone.body.bn1.running_mean, classifier.bn1.running_mean)
-
-    def test_of_a_stage_that_is_not_needed_are_left_out(self, classifier: nn.Module, tmp_path: Path) -> None:
-        file = self.save(classifier.state_dict(), tmp_path)
-        model = RetinaNet(resnet18_config(weights=file, levels=(3, 4), anchor_sizes=(32, 64)))
-        assert torch.equal(model.backbone.body.layer3[0].conv1.weight, classifier.layer3[0].conv1.weight)
-
-    @pytest.mark.parametrize("norm", ["frozen", "batch"])
-    def test_of_a_whole_detector_load_whatever_its_norm(self, tmp_path: Path, norm: str) -> None:
-        source = RetinaNet(resnet18_config(norm=norm))
-        file = self.save(source.state_dict(), tmp_path)
-        for wanted in ("frozen", "batch"):
-            model = RetinaNet(resnet18_config(weights=file, norm=wanted))
-            for name, parameter in model.named_parameters():
-                assert torch.equal(parameter, source.state_dict()[name]), name
-
-    def test_of_torchvisions_first_version_load(self, tmp_path: Path) -> None:
-        source = RetinaNet(resnet18_config())
-        old = {first_version_name(name): value for name, value in source.state_dict().items()}
-        assert "head.regression_head.conv.6.weight" in old
-        model = RetinaNet(resnet18_config(weights=self.save(old, tmp_path)))
-        assert torch.equal(model.head.regression_head.conv[3][0].weight, source.head.regression_head.conv[3][0].weight)
-        assert torch.equal(model.backbone.fpn.inner_blocks[1][0].weight, source.backbone.fpn.inner_blocks[1][0].weight)
-
-    def test_of_another_architecture_are_refused(self, tmp_path: Path) -> None:
-        file = self.save(resnet34(weights=None).state_dict(), tmp_path)
-        with pytest.raises(ConfigError) as error:
-            RetinaNet(resnet18_config(weights=file))
-        assert str(error.value) == (
-            f"The weights in {file} don't fit the backbone: not in the model: layer1.2.conv1.weight, "
-            "layer1.2.bn1.weight, layer1.2.bn1.bias and 77 more. They must come from the same torchvision architecture."
-        )
-
-    def test_for_other_classes_are_refused(self, tmp_path: Path) -> None:
-        file = self.save(RetinaNet(resnet18_config(num_classes=3)).state_dict(), tmp_path)
-        with pytest.raises(ConfigError) as error:
-            RetinaNet(resnet18_config(weights=file))
-        assert str(error.value) == (
-            f"The weights in {file} don't fit the model: the shape differs for: "
-            "head.classification_head.cls_logits.weight is (27, 256, 3, 3) and should be (36, 256, 3, 3), "
-            "head.classification_head.cls_logits.bias is (27,) and should be (36,). "
-            "They must come from the same torchvision architecture."
-        )
-
-    def test_with_holes_are_refused(self, classifier: nn.Module, tmp_path: Path) -> None:
-        content = {name: value for name, value in classifier.state_dict().items() if name != "layer2.0.conv1.weight"}
-        file = self.save(content, tmp_path)
-        with pytest.raises(ConfigError, match=r"don't fit the backbone: missing: layer2\.0\.conv1\.weight\."):
-            RetinaNet(resnet18_config(weights=file))
-
-    def test_that_are_not_there_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError) as error:
-            RetinaNet(resnet18_config(weights=str(tmp_path / "none.pth")))
-        assert str(error.value) == (
-            f"There is no weights file {tmp_path}/none.pth; give the path of a torchvision state dict, or none."
-        )
-
-    @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut off"], ids=["empty", "text", "zip"])
-    def test_that_can_not_be_read_are_refused(self, tmp_path: Path, content: bytes) -> None:
-        file = tmp_path / "broken.pth"
-        file.write_bytes(content)
-        sentence = rf"The weights file {file} can't be read \(.+\); it must be a state dict written by torch\.save\."
-        with pytest.raises(ConfigError, match=sentence):
-            RetinaNet(resnet18_config(weights=str(file)))
-
-    @pytest.mark.parametrize(
-        ("content", "what"),
-        [
-            ([1, 2], "a list"),
-            ({}, "nothing"),
-            ({"epoch": 3, "state_dict": {}}, "a mapping with the keys epoch, state_dict"),
-        ],
-    )
-    def test_that_are_something_else_are_refused(self, tmp_path: Path, content: object, what: str) -> None:
-        file = self.save(content, tmp_path)
-        with pytest.raises(ConfigError) as error:
-            RetinaNet(resnet18_config(weights=file))
-        assert str(error.value) == (
-            f"The weights file {file} holds {what}; a state dict, parameter names with tensors, is needed."
-        )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ def cases() -> list[Case]:
     """Return the room's bench cases."""
     return [
         Case("channels_last", "resnet50_b64", "ResNet-50, batch 64, 224², bf16 and fp32 on a GPU", resnet50_b64, True),
-        Case("channels_last", "small_cnn_b16_cpu", "six 3×3 convolutions, batch 16, 96², fp32 on the CPU", small_cnn_cpu),
+        Case(
+            "channels_last", "small_cnn_b16_cpu", "six 3×3 convolutions, batch 16, 96², fp32 on the CPU", small_cnn_cpu
+        ),
     ]
 
 
@@ -32,7 +34,9 @@ def resnet50_b64() -> Iterator[Row]:
         yield from _both(case, lambda: resnet50(weights=None), torch.randn(64, 3, 224, 224), "cuda", dtype)
         if dtype is not None:
             floor_ms = 64 * RESNET50_FLOP_PER_IMAGE / H200_BF16_FLOP_PER_SECOND * 1e3
-            yield make_row("channels_last", case, "floor", "fwd_bwd_ms", "ms", [floor_ms], "operations over 790 TFLOP/s")
+            yield make_row(
+                "channels_last", case, "floor", "fwd_bwd_ms", "ms", [floor_ms], "operations over 790 TFLOP/s"
+            )
 
 
 def small_cnn_cpu() -> Iterator[Row]:
@@ -57,7 +61,9 @@ def _both(
             loss.backward()
             model.zero_grad()
 
-        yield make_row("channels_last", case, variant, "fwd_bwd_ms", "ms", sample_ms(step, device, warmup=5, repeats=30))
+        yield make_row(
+            "channels_last", case, variant, "fwd_bwd_ms", "ms", sample_ms(step, device, warmup=5, repeats=30)
+        )
 
 
 def _small_cnn() -> nn.Module:

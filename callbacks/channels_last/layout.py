@@ -4,7 +4,8 @@ Source of the method: PyTorch's channels_last memory format, used throughout NVI
 whose tensor-core convolutions take NHWC and transpose anything else.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from copy import copy
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -19,14 +20,14 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 def convolutions_to_change(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return path and module of each 2-d convolution whose weight would have other strides in channels_last.
 
-    A weight of shape (O, I, H, W) with I = 1 or H = W = 1 has the same order of elements in both formats.
+    A weight of shape (O, I, H, W) with I = 1 or H = W = 1 has the same order of elements in both formats. One that is
+    computed from others at every access, as under weight_norm, is left alone: a change to it would be lost.
     """
     return [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, CONVOLUTIONS) and not isinstance(module.weight, nn.UninitializedParameter)
-        and _differs(module.weight)
-    ]  # fmt: skip
+        if isinstance(module, CONVOLUTIONS) and _differs(dict(module.named_parameters(recurse=False)).get("weight"))
+    ]
 
 
 def to_channels_last(model: nn.Module) -> list[Change]:
@@ -55,13 +56,21 @@ def batch_to_channels_last(batch: Any) -> Any:
         return batch.contiguous(memory_format=torch.channels_last) if is_image(batch) else batch
     if isinstance(batch, Mapping):
         made = {key: batch_to_channels_last(value) for key, value in batch.items()}
-        return made if type(batch) is dict else type(batch)(made)  # type: ignore[call-arg]
+        if type(batch) is dict:
+            return made
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(made)  # type: ignore[call-arg]
+        other = copy(batch)  # a subclass of dict may need more than its items to be made
+        other.update(made)
+        return other
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(batch_to_channels_last(value) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(batch_to_channels_last(value) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{f.name: batch_to_channels_last(getattr(batch, f.name)) for f in fields(batch)})
+        return replace(
+            batch, **{f.name: batch_to_channels_last(getattr(batch, f.name)) for f in fields(batch) if f.init}
+        )
     return batch
 
 
@@ -86,5 +95,10 @@ def is_image(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.shape[1] > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
 
 
-def _differs(weight: Tensor) -> bool:
-    return weight.dim() == 4 and not weight.is_contiguous(memory_format=torch.channels_last)
+def _differs(weight: nn.Parameter | None) -> bool:
+    return (
+        weight is not None
+        and not isinstance(weight, nn.UninitializedParameter)
+        and weight.dim() == 4
+        and not weight.is_contiguous(memory_format=torch.channels_last)
+    )

@@ -41,11 +41,14 @@ class ChannelsLast(pl.Callback):
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self._module: pl.LightningModule | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Convert the weights and, from here on, the batches."""
-        if not self.changes:
-            self.changes = to_channels_last(pl_module)
+        # At a second stage, or with another Trainer, the weights are converted already; a new module's are not.
+        changes = to_channels_last(pl_module)
+        if changes or pl_module is not self._module:
+            self.changes, self._module = changes, pl_module
             if not self.changes:
                 raise OptimizationError(
                     f"channels_last: {type(pl_module).__name__} has no 2-d convolution with a weight that is not in "
@@ -76,7 +79,10 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
             return Applies(f"{len(sites)} convolution weights; not measured, as asked")
         if context.example is None:
             return Refuses("there is no batch to measure with; set optimizations.channels_last.measure=false to trust")
-        batch = context.example()
+        try:
+            batch = context.example()
+        except OptimizationError as error:
+            return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
         if not any(True for _ in images_in(batch)):
             return Refuses("the batch holds no 4-d tensor of two or more channels, so nothing would be fed to it")
         probe = StepProbe(context.module, batch, context.hardware.device)
