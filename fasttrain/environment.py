@@ -107,7 +107,12 @@ def installed_version(package: str) -> str | None:
 
 @cache
 def source_commit() -> str:
-    """Return the commit of the checkout that fasttrain runs from, with `+` if it has changes; empty outside one."""
+    """Return the commit of the checkout that fasttrain runs from, with `+` if it has changes; empty outside one.
+
+    For a copy without git, $FASTTRAIN_COMMIT says which commit it is a copy of.
+    """
+    if given := os.environ.get("FASTTRAIN_COMMIT"):
+        return given
     folder = Path(__file__).resolve().parent
     try:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")

@@ -1,30 +1,27 @@
 """One training run, start to finish: build, plan, train, and leave a complete run folder however it ends."""
 
-import logging
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from fasttrain import environment
+from fasttrain.checkpoints import BEST, LAST, readable_checkpoint
 from fasttrain.clock import RunClock
 from fasttrain.config import Resolved, RunConfig
-from fasttrain.errors import ConfigError, DataError, FasttrainError
+from fasttrain.errors import FasttrainError
 from fasttrain.interrupt import graceful_interrupt
 from fasttrain.plan import Catalogue, Plan
 from fasttrain.plots import write_plots
 from fasttrain.progress import ProgressDisplay, clock_text
+from fasttrain.quiet import quiet_libraries
 from fasttrain.recorder import RunRecorder
 from fasttrain.results import MetricsFile, RunFolder, disk_error
-from fasttrain.resume import BEST, LAST, ResumePoint
+from fasttrain.resume import ResumePoint
 from fasttrain.run import Prepared, prepare
 from fasttrain.target import StopAtTarget
 from fasttrain.trainer import make_loggers, make_trainer
@@ -82,7 +79,7 @@ def fit(
     console = console or Console()
     folder = RunFolder.existing(resume) if resume else RunFolder.create(run_dir, str(resolved.config.recipe))
     checkpoint = readable_checkpoint(folder) if resume else None
-    with _quiet_libraries():
+    with quiet_libraries():
         session = _Session(resolved, folder, console, quiet, started)
         try:
             session.train(prepare_and_say(resolved, catalogue, console, quiet), checkpoint)
@@ -122,40 +119,6 @@ def plan_lines(plan: Plan) -> list[str]:
         reason = str(row["reason"]).replace("[", r"\[")
         lines.append(f"{row['name']}: {mark}{' - ' + reason if reason else ''}")
     return lines
-
-
-def readable_checkpoint(folder: RunFolder, name: str = LAST) -> Path:
-    """Return the path of a run's checkpoint after reading it once.
-
-    Raises:
-        ConfigError: there is none.
-        DataError: it is damaged; the message says what else there is.
-    """
-    path = folder.checkpoints / name
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder.path} has no {name}: the run stopped before its first checkpoint; start it again with "
-            f"`fasttrain fit {folder.path / 'config.yaml'}`."
-        )
-    check_checkpoint(path)
-    return path
-
-
-def check_checkpoint(path: Path) -> None:
-    """Read a checkpoint and look for a Lightning module's weights in it.
-
-    Raises:
-        DataError: it can't be read, or is none.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen types for damaged archives
-        others = sorted(p.name for p in path.parent.glob("*.ckpt") if p != path)
-        other = f"; {', '.join(others)} beside it may be whole" if others else ""
-        why = " ".join(str(error).split())[:120]
-        raise DataError(f"the checkpoint {path} can't be read ({why}): it is damaged{other}.") from None
-    if not isinstance(content, dict) or "state_dict" not in content:
-        raise DataError(f"{path} is not a Lightning checkpoint: it holds no 'state_dict'.")
 
 
 class _Session:
@@ -308,23 +271,3 @@ class _ForgetRepeated(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics.forget_from(trainer.global_step)
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Keep Lightning's greetings and tips off the terminal for the duration; its warnings stay."""
-    names = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
-    levels = {name: logging.getLogger(name).level for name in names}
-    with warnings.catch_warnings():
-        # The loaders here are as parallel as the recipe asks for; the length of an epoch is the recipe's matter too.
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
-        warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6 on torch 2.14
-        warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")
-        for name in names:
-            logging.getLogger(name).setLevel(logging.WARNING)
-        try:
-            yield
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
+from fasttrain.checkpoints import LAST
 from fasttrain.config import CheckpointConfig
 from fasttrain.errors import DataError
 from fasttrain.randomness import random_state, set_random_state
@@ -20,8 +21,6 @@ from fasttrain.trainer import (
     validation_is_due,
 )
 
-LAST = "last.ckpt"
-BEST = "best.ckpt"
 RANDOM_STATE = "fasttrain_random_state"
 
 

@@ -289,7 +289,9 @@ def _reached(value: Any) -> Reached | None:
 
 def _optimization(value: Any) -> PlannedOptimization:
     line = _mapping(value)
-    name, verdict, reason, stage, grade = (text_of(line.get(k)) for k in ("name", "verdict", "reason", "stage", "grade"))
+    name, verdict, reason, stage, grade = (
+        text_of(line.get(k)) for k in ("name", "verdict", "reason", "stage", "grade")
+    )
     return PlannedOptimization(name, verdict, reason, stage, grade, _changes(line.get("changes")))
 
 
@@ -306,5 +308,3 @@ def _change_sentence(what: str, places: Sequence[tuple[str, int]]) -> str:
     count, (first, _), (last, _) = sum(count for _, count in places), places[0], places[-1]
     words = f"{first}: {what}" if len(places) == 1 else f"{what} in {len(places):,} places, from {first} to {last}"
     return f"{words} ({count:,} times)" if count > len(places) else words
-
-

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fasttrain.checkpoints import BEST, LAST, check_checkpoint, readable_checkpoint
 from fasttrain.clock import RunClock
 from fasttrain.config import Resolved
 from fasttrain.errors import ConfigError, DataError
-from fasttrain.fit import check_checkpoint, readable_checkpoint
 from fasttrain.plan import Catalogue
+from fasttrain.quiet import quiet_libraries
 from fasttrain.recipe import resolve
 from fasttrain.results import RunFolder
-from fasttrain.resume import BEST, LAST
 from fasttrain.run import prepare
 from fasttrain.trainer import make_trainer
 
@@ -47,13 +47,19 @@ def validate(
     attachments = prepared.plan.attach(prepared.context)
     begin = time.perf_counter()
     trainer = make_trainer(
-        resolved.run.trainer, attachments, [], [], profiler=RunClock(), enable_progress_bar=not quiet,
+        resolved.run.trainer,
+        attachments,
+        [],
+        [],
+        profiler=RunClock(),
+        enable_progress_bar=console.is_terminal and not quiet,
         default_root_dir=str(folder.path),
-    )  # fmt: skip
+    )
     try:
-        found = trainer.validate(
-            prepared.recipe.module, datamodule=prepared.recipe.data, ckpt_path=str(checkpoint), verbose=False
-        )
+        with quiet_libraries():
+            found = trainer.validate(
+                prepared.recipe.module, datamodule=prepared.recipe.data, ckpt_path=str(checkpoint), verbose=False
+            )
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise

@@ -1,0 +1,1 @@
+"""Recipes: a YAML front door each, and the room behind it."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from fasttrain.checkpoints import LAST, readable_checkpoint
 from fasttrain.config import CheckpointConfig
 from fasttrain.errors import ConfigError, DataError
-from fasttrain.fit import readable_checkpoint
 from fasttrain.order import EpochOrder, ResumableLoader, SampleKey
 from fasttrain.results import RunFolder
-from fasttrain.resume import LAST, ResumePoint
+from fasttrain.resume import ResumePoint
 
 EPOCHS, BATCHES = 3, 5
 
@@ -156,7 +156,9 @@ class BrokenOnce(Numbers):
         return super().__getitem__(key)
 
 
-def test_failed_fetch_loses_nothing(tmp_path: Path, whole: tuple[Probe, Values], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fetch_loses_nothing(
+    tmp_path: Path, whole: tuple[Probe, Values], monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = ResumableLoader(BrokenOnce(), EpochOrder(2 * BATCHES, shuffle=True, seed=3), batch_size=2)
     good = loader
     monkeypatch.setitem(globals(), "loader", lambda shuffle, workers=0: broken if shuffle else good(False))

@@ -65,9 +65,7 @@ def test_run_folder_is_complete(finished: Outcome) -> None:
     assert min(parts["step"], parts["evaluation"], parts["checkpoint"]) > 0
 
 
-def test_stopped_in_mid_epoch_and_resumed(
-    finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_in_mid_epoch_and_resumed(finished: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = RunRecorder.on_train_batch_end
 
     def interrupt_after_eight(self: RunRecorder, trainer: Any, *rest: Any) -> None:

@@ -1,6 +1,7 @@
 """Forward and backward of real networks in both memory formats, beside the floor that the card's arithmetic sets."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ def cases() -> list[Case]:
     return [
         Case("channels_last", "resnet50_b64", "ResNet-50, batch 64, 224², bf16 and fp32 on a GPU", resnet50_b64, True),
         Case(
-            "channels_last", "small_cnn_b16_cpu", "six 3×3 convolutions, batch 16, 96², fp32 on the CPU", small_cnn_cpu
+            "channels_last", "small_cnn_b16_cpu", "six 3x3 convolutions, batch 16, 96², fp32 on the CPU", small_cnn_cpu
         ),
     ]
 
@@ -69,6 +70,6 @@ def _both(
 def _small_cnn() -> nn.Module:
     widths = (3, 32, 32, 64, 64, 128, 128)
     layers: list[nn.Module] = []
-    for index, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+    for index, (before, after) in enumerate(pairwise(widths)):
         layers += [nn.Conv2d(before, after, 3, stride=1 + index % 2, padding=1), nn.ReLU()]
     return nn.Sequential(*layers)

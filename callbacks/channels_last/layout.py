@@ -26,8 +26,14 @@ def convolutions_to_change(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, CONVOLUTIONS) and _differs(dict(module.named_parameters(recurse=False)).get("weight"))
+        if (weight := _weight(module)) is not None and not weight.is_contiguous(memory_format=torch.channels_last)
     ]
+
+
+def is_channels_last(model: nn.Module) -> bool:
+    """Whether a 2-d convolution's weight is in channels_last and in no other format at the same time."""
+    weights = [weight for module in model.modules() if (weight := _weight(module)) is not None]
+    return any(w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous() for w in weights)
 
 
 def to_channels_last(model: nn.Module) -> list[Change]:
@@ -95,10 +101,8 @@ def is_image(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.shape[1] > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
 
 
-def _differs(weight: nn.Parameter | None) -> bool:
-    return (
-        weight is not None
-        and not isinstance(weight, nn.UninitializedParameter)
-        and weight.dim() == 4
-        and not weight.is_contiguous(memory_format=torch.channels_last)
-    )
+def _weight(module: nn.Module) -> nn.Parameter | None:
+    if not isinstance(module, CONVOLUTIONS):
+        return None
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    return None if isinstance(weight, nn.UninitializedParameter) else weight

@@ -11,6 +11,7 @@ from fasttrain.callbacks.channels_last.layout import (
     batch_to_channels_last,
     convolutions_to_change,
     images_in,
+    is_channels_last,
     to_channels_last,
 )
 from fasttrain.errors import FasttrainError, OptimizationError
@@ -36,24 +37,21 @@ class ChannelsLast(pl.Callback):
     the device. Results are equal up to the rounding of another convolution kernel.
 
     Raises:
-        OptimizationError: at `setup`, when no convolution would change.
+        OptimizationError: at `setup`, when the model has no convolution to which the format makes a difference.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
-        self._module: pl.LightningModule | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Convert the weights and, from here on, the batches."""
-        # At a second stage, or with another Trainer, the weights are converted already; a new module's are not.
-        changes = to_channels_last(pl_module)
-        if changes or pl_module is not self._module:
-            self.changes, self._module = changes, pl_module
-            if not self.changes:
-                raise OptimizationError(
-                    f"channels_last: {type(pl_module).__name__} has no 2-d convolution with a weight that is not in "
-                    "channels_last already; leave it out."
-                )
+        # At a second stage, or with a second Trainer, the weights are converted already.
+        self.changes = to_channels_last(pl_module) or self.changes
+        if not is_channels_last(pl_module):
+            raise OptimizationError(
+                f"channels_last: {type(pl_module).__name__} has no 2-d convolution whose weight would change; leave it "
+                "out."
+            )
         transform_batches(trainer, batch_to_channels_last)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fasttrain.callbacks.precision.choice import FP32, fastest_precision
-from fasttrain.errors import FasttrainError
+from fasttrain.errors import ConfigError, FasttrainError, OptimizationError, nearest
+from fasttrain.measure import AUTOCAST
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
 
 
@@ -17,6 +18,13 @@ class PrecisionConfig:
     """Under Lightning's names. bf16-mixed comes first: it needs no loss scaling."""
     least_gain: float = 0.05
     """The share of step time that must be saved to leave fp32; and that fp16 must save over bf16."""
+
+    def __post_init__(self) -> None:
+        for name in self.allowed:
+            if name not in AUTOCAST:
+                raise ConfigError(
+                    f"optimizations.precision.allowed: '{name}' is no mixed precision; {nearest(name, AUTOCAST)}"
+                )
 
 
 class PrecisionOptimization(Optimization[PrecisionConfig]):
@@ -38,7 +46,10 @@ class PrecisionOptimization(Optimization[PrecisionConfig]):
             return Refuses(f"trainer.precision={context.precision} is set by the configuration already")
         if context.example is None:
             return Refuses("there is no batch to measure with; set trainer.precision instead")
-        batch = context.example()
+        try:
+            batch = context.example()
+        except OptimizationError as error:
+            return Refuses(f"{error}; set trainer.precision instead")
         try:
             timed = fastest_precision(context.module, batch, context.hardware, self.config.allowed)
         except FasttrainError:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch import Tensor
-from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
 
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
+from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
 from fasttrain.recipes.retinanet.generated import GeneratedConfig, generate
 
 PATHS = ("train_images", "train_annotations", "val_images", "val_annotations")
