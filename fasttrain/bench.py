@@ -25,7 +25,8 @@ def find_cases(modules: Iterable[str]) -> list[Case]:
     cases: list[Case] = []
     for package in modules:
         name = f"{package}.bench"
-        if importlib.util.find_spec(name) is not None:
+        # A recipe may be a YAML file alone, without a package beside it.
+        if importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None:
             cases.extend(importlib.import_module(name).cases())
     return cases
 

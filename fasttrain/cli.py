@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from fasttrain.errors import ConfigError, FasttrainError
 
@@ -65,8 +66,10 @@ def fit(
 
     items = list(overrides or [])
     if resume is not None:
+        if recipe is not None and "=" not in recipe:
+            raise ConfigError(f"--resume goes on with the recipe of {resume}; leave '{recipe}' out.")
         if recipe is not None:
-            items.insert(0, recipe)  # the recipe is the run folder's own; what stands in its place is an override
+            items.insert(0, recipe)  # an override in the recipe's place
         if run_dir is not None:
             raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out.")
         file = RunFolder.existing(resume).path / "config.yaml"
@@ -168,6 +171,8 @@ def bench(
         for case in cases:
             console.print(f"{case.subject}/{case.name}  {case.summary}", highlight=False)
         return
+    if out is not None:
+        write_rows(out, [])  # a file that can't be written is better known before the measurements
     for case, rows in run_cases(cases, torch.cuda.is_available()):
         if rows is None:
             console.print(f"{case.subject}/{case.name}: skipped, it needs a GPU", style="yellow", highlight=False)
@@ -201,9 +206,5 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         app(arguments)
     except FasttrainError as error:
-        Console(stderr=True).print(f"[red]error:[/] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error: ", "red"), str(error)), highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")

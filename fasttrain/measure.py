@@ -83,14 +83,21 @@ def make_row(
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to a CSV file, with its header if the file is new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
-        if new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    """Append rows to a CSV file, with its header if the file is new.
+
+    Raises:
+        DataError: it can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists() or path.stat().st_size == 0
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, _columns())
+            if new:
+                writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    except OSError as error:
+        raise DataError(f"the rows can't be written to {path} ({error.strerror}); name another file.") from error
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -94,8 +94,10 @@ class ProgressDisplay(pl.callbacks.ProgressBar):
             self.console.print(self._evaluation_line(trainer), highlight=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the bar down."""
+        """Take the bar down, complete."""
         if self._bar is not None:
+            if self._training is not None:
+                self._bar.update(self._training, completed=trainer.global_step, words=self._words(trainer))
             self._bar.stop()
             self._bar = None
 
@@ -117,28 +119,34 @@ class ProgressDisplay(pl.callbacks.ProgressBar):
         left = self._seconds_left(trainer)
         if left is not None:
             words.append(f"{clock_text(left)} left")
-        to_target = self._seconds_to_target()
+        to_target = self._seconds_to_target(trainer)
         if to_target is not None:
             words.append(f"≈{clock_text(to_target)} to target")
         return " · ".join(words)
 
     def _seconds_left(self, trainer: pl.Trainer) -> float | None:
-        total = self._total_steps(trainer)
-        if total is None or self._first is None or trainer.global_step <= self._first[0]:
+        total, seconds_a_step = self._total_steps(trainer), self._seconds_a_step(trainer)
+        if total is None or seconds_a_step is None:
             return None
-        spent = self.recorder.seconds - self._first[1]
-        return spent / (trainer.global_step - self._first[0]) * (total - trainer.global_step)
+        return seconds_a_step * (total - trainer.global_step)
 
-    def _seconds_to_target(self) -> float | None:
+    def _seconds_a_step(self, trainer: pl.Trainer) -> float | None:
+        """Return wall seconds a step since training began, evaluations included."""
+        if self._first is None or trainer.global_step <= self._first[0]:
+            return None
+        return (self.recorder.seconds - self._first[1]) / (trainer.global_step - self._first[0])
+
+    def _seconds_to_target(self, trainer: pl.Trainer) -> float | None:
         """Carry the line through the last two evaluations on to the target; None where it never gets there."""
-        if self.target is None or self._first is None or self.target.reached_at or len(self.target.scores) < 2:
+        if self.target is None or self.target.reached_at or len(self.target.scores) < 2:
             return None
         (step_1, score_1), (step_2, score_2) = self.target.scores[-2:]
         gain, missing = score_2 - score_1, self.target.target.value - score_2
-        if step_2 <= step_1 or gain * missing <= 0:
+        seconds_a_step = self._seconds_a_step(trainer)
+        if step_2 <= step_1 or gain * missing <= 0 or seconds_a_step is None:
             return None
-        step_seconds = (self.recorder.seconds - self._first[1]) / max(1, step_2 - self._first[0])
-        return missing / gain * (step_2 - step_1) * step_seconds
+        reached_at_step = step_2 + missing / gain * (step_2 - step_1)
+        return max(0.0, reached_at_step - trainer.global_step) * seconds_a_step
 
     def _evaluation_line(self, trainer: pl.Trainer) -> str:
         parts = [f"step {trainer.global_step:,}", f"epoch {trainer.current_epoch + 1}",

@@ -42,6 +42,7 @@ class RunRecorder(pl.Callback):
         """Samples a second over the last logging interval, evaluation and checkpoints left out."""
         self._earlier: dict[str, float] = {}
         self._window: tuple[int, float, float] | None = None  # samples, now, seconds spent outside of training
+        self._window_step = 0
 
     @property
     def seconds(self) -> float:
@@ -76,7 +77,9 @@ class RunRecorder(pl.Callback):
         """Count; at the logging interval, log the throughput since the last time."""
         count = pl_module.samples_in(batch) if isinstance(pl_module, CountsSamples) else samples_in(batch)
         self.samples += count * trainer.world_size
-        if trainer.global_step % logging_interval(trainer) == 0:
+        # While gradients are accumulated several batches end at one step.
+        if trainer.global_step != self._window_step and trainer.global_step % logging_interval(trainer) == 0:
+            self._window_step = trainer.global_step
             self._log_throughput(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -32,7 +32,8 @@ class RunFolder:
             ConfigError: it can't be written, or holds a run already.
         """
         folder = path or _free(Path("runs") / recipe / datetime.now().strftime("%Y%m%d-%H%M%S"))
-        if (folder / "result.json").exists() or (folder / "config.yaml").exists():
+        # A run that failed before its plan was made has left a result.json only, and nothing worth keeping.
+        if (folder / "config.yaml").exists():
             raise ConfigError(
                 f"{folder} holds a run already; go on with it by --resume {folder}, or give another --run-dir."
             )

@@ -48,7 +48,8 @@ class StopAtTarget(pl.Callback):
                 f"target.metric is '{self.target.metric}', but {type(pl_module).__name__} logs no such value in "
                 f"validation; it logs: {logged}."
             )
-        score = float(found)
+        # Ranks differ where a module does not average its score over them; they must not differ about stopping.
+        score = float(trainer.strategy.broadcast(float(found)))
         self.scores.append((trainer.global_step, score))
         if self.reached_at is None and self.is_reached_by(score):
             self.reached_at = {"step": trainer.global_step, "epoch": trainer.current_epoch, **self.moment()}

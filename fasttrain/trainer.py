@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
 
@@ -37,9 +38,7 @@ def make_trainer(
         ConfigError: Lightning refuses the arguments.
         OptimizationError: two optimizations set the same option differently.
     """
-    arguments: dict[str, Any] = {
-        key: _plain(value) for key, value in vars(config).items() if value is not None and key != "optimizations"
-    }
+    arguments: dict[str, Any] = {key: _plain(value) for key, value in vars(config).items() if value is not None}
     arguments.update(_joint_options(attachments), **options)
     attached = [callback for attachment in attachments for callback in attachment.callbacks]
     try:
@@ -50,7 +49,7 @@ def make_trainer(
             enable_model_summary=False,
             enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
         )
-    except (TypeError, ValueError, RuntimeError, ImportError) as error:  # MisconfigurationException is a ValueError
+    except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"trainer: Lightning refuses these values: {message}") from error
 
