@@ -70,9 +70,9 @@ class TrainerConfig:
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     check_val_every_n_epoch: int | None = 1
-    val_check_interval: Any = None
-    limit_train_batches: Any = None
-    limit_val_batches: Any = None
+    val_check_interval: int | float | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
     log_every_n_steps: int = 10
     num_sanity_val_steps: int = 0
     deterministic: Any = None

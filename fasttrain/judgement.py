@@ -2,6 +2,7 @@
 
 import re
 from enum import Enum
+from types import NoneType
 from typing import Any, get_args
 
 import yaml
@@ -13,16 +14,16 @@ from omegaconf import (
     IntegerNode,
     ListConfig,
     LiteralNode,
-    Node,
     OmegaConf,
     StringNode,
     TupleConfig,
+    UnionNode,
 )
 from omegaconf.errors import OmegaConfBaseException
 
 from fasttrain.errors import nearest
 
-ACCEPTED: dict[type[Node], str] = {
+ACCEPTED: dict[type[Any], str] = {
     IntegerNode: "an integer",
     FloatNode: "a number",
     BooleanNode: "true or false",
@@ -30,6 +31,7 @@ ACCEPTED: dict[type[Node], str] = {
     ListConfig: "a list",
     DictConfig: "a mapping",
 }
+PLAIN: dict[type[Any], str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 REFUSALS = (OmegaConfBaseException, IndexError, ValueError, TypeError, AttributeError)
@@ -119,6 +121,10 @@ def _accepted(node: Any) -> str | None:
     elif isinstance(node, TupleConfig):
         lengths = get_args(hint)
         words = "a list" if not lengths or Ellipsis in lengths else f"a list of {len(lengths)}"
+    elif isinstance(node, UnionNode):
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+        kinds = [kind for kind in kinds if kind is not int or float not in kinds]  # an integer is a number
+        words = " or ".join(PLAIN.get(kind, str(kind)) for kind in kinds)
     elif type(node) in ACCEPTED:
         words = ACCEPTED[type(node)]
     else:

@@ -104,7 +104,7 @@ def read_rows(path: Path) -> list[Row]:
     """Read the rows of a CSV file.
 
     Raises:
-        DataError: a column is missing or a number isn't one.
+        DataError: a column is missing, a row is cut off, or a number isn't one.
     """
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -112,12 +112,14 @@ def read_rows(path: Path) -> list[Row]:
         if missing:
             raise DataError(f"{path} has no column '{missing[0]}'; result rows have {', '.join(_columns())}.")
         rows = []
-        for number, raw in enumerate(reader, start=2):
+        for raw in reader:
+            if None in raw.values():
+                raise DataError(f"{path}, line {reader.line_num}: the row is shorter than the header.")
             try:
                 numbers = {key: float(raw[key]) for key in ("value", "p10", "p90")}
                 repeats = int(raw["repeats"])
             except ValueError as error:
-                raise DataError(f"{path}, line {number}: {error}.") from None
+                raise DataError(f"{path}, line {reader.line_num}: {error}.") from None
             rows.append(Row(**{**{key: raw[key] for key in _columns()}, **numbers, "repeats": repeats}))  # type: ignore[arg-type]
         return rows
 

@@ -143,7 +143,7 @@ class ProgressDisplay(pl.callbacks.ProgressBar):
         (step_1, score_1), (step_2, score_2) = self.target.scores[-2:]
         gain, missing = score_2 - score_1, self.target.target.value - score_2
         seconds_a_step = self._seconds_a_step(trainer)
-        if step_2 <= step_1 or gain * missing <= 0 or seconds_a_step is None:
+        if step_2 <= step_1 or seconds_a_step is None or not gain * missing > 0:  # NaN is not
             return None
         reached_at_step = step_2 + missing / gain * (step_2 - step_1)
         return max(0.0, reached_at_step - trainer.global_step) * seconds_a_step

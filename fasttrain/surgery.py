@@ -24,7 +24,7 @@ def find_sites(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterato
 
 
 def replace(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Put `new` at `path` and return what was there. Mutates `model`; training mode is carried over.
+    """Put `new` at `path` and return what was there. Mutates `model`; training modes are carried over, by submodule.
 
     Raises:
         OptimizationError: there is nothing at `path`, or the state-dict names or shapes would change, so that a
@@ -35,16 +35,19 @@ def replace(model: nn.Module, path: str, new: nn.Module) -> nn.Module:
         parent = model.get_submodule(parent_path)
         old = model.get_submodule(path)
     except AttributeError:
-        raise OptimizationError(f"there is no module at '{path}' in {type(model).__name__}.") from None
-    before = {key: tuple(value.shape) for key, value in old.state_dict().items()}
-    after = {key: tuple(value.shape) for key, value in new.state_dict().items()}
+        old = None
+    if old is None or not path:
+        raise OptimizationError(f"there is no module at '{path}' in {type(model).__name__}.")
+    before, after = _shapes(old), _shapes(new)
     if before != after:
         changed = sorted(set(before.items()) ^ set(after.items()))[0]
         raise OptimizationError(
             f"replacing '{path}' ({type(old).__name__}) by {type(new).__name__} would change the checkpoint: "
             f"'{changed[0]}' of shape {changed[1]} is in one and not in the other."
         )
-    new.train(old.training)
+    modes = {name: module.training for name, module in old.named_modules()}
+    for name_inside, module in new.named_modules():
+        module.training = modes.get(name_inside, old.training)
     setattr(parent, name, new)
     return old
 
@@ -72,8 +75,13 @@ class Surgery:
 
     def undo(self) -> None:
         """Put every original module back, with the parameters that it now shares or that were trained meanwhile."""
-        for path, old in self.replaced.items():
+        for path, old in reversed(self.replaced.items()):  # what lies inside of another replacement first
             new = self.model.get_submodule(path)
             old.load_state_dict(new.state_dict())
             replace(self.model, path, old)
         self.replaced.clear()
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    # A module's extra state may be anything.
+    return {key: tuple(getattr(value, "shape", ())) for key, value in module.state_dict().items()}

@@ -1,5 +1,6 @@
 """Time to target: when the score was reached, after how many samples, and whether to stop there."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,11 @@ class StopAtTarget(pl.Callback):
 
     @property
     def best(self) -> float | None:
-        """The best score so far."""
-        values = [score for _, score in self.scores]
-        return (max(values) if self.target.mode == "max" else min(values)) if values else None
+        """The best score so far; NaN only when there is no other."""
+        numbers = [score for _, score in self.scores if not math.isnan(score)]
+        if not numbers:
+            return math.nan if self.scores else None
+        return max(numbers) if self.target.mode == "max" else min(numbers)
 
     def is_reached_by(self, score: float) -> bool:
         """Whether a score is at least as good as the target. NaN is not."""

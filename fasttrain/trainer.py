@@ -41,17 +41,21 @@ def make_trainer(
     arguments: dict[str, Any] = {key: _plain(value) for key, value in vars(config).items() if value is not None}
     arguments.update(_joint_options(attachments), **options)
     attached = [callback for attachment in attachments for callback in attachment.callbacks]
+    keeps_checkpoints = any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks)
     try:
-        return pl.Trainer(
+        trainer = pl.Trainer(
             **arguments,
             callbacks=[*attached, *callbacks],
             logger=list(loggers) or False,
             enable_model_summary=False,
-            enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),
+            enable_checkpointing=keeps_checkpoints,
         )
     except (MisconfigurationException, TypeError, ValueError, RuntimeError, ImportError) as error:
         message = " ".join(str(error).split())
         raise ConfigError(f"trainer: Lightning refuses these values: {message}") from error
+    if keeps_checkpoints:
+        _leave_sigterm_to_the_run(trainer)
+    return trainer
 
 
 def make_loggers(names: Sequence[Any], folder: str) -> list[Logger]:
@@ -143,7 +147,8 @@ def load_pending_loader_state(trainer: pl.Trainer) -> None:
 
 def fit_is_ending(trainer: pl.Trainer) -> bool:
     """Whether this epoch's end is the fit's. To be asked in `on_train_epoch_end`."""
-    epochs, max_epochs = trainer.fit_loop.epoch_progress.current.processed, trainer.max_epochs
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    epochs, max_epochs = progress.processed, trainer.max_epochs
     return (
         trainer.should_stop
         or (max_epochs is not None and 0 <= max_epochs <= epochs)
@@ -175,6 +180,17 @@ def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
     trainer.fit_loop.setup_data()
     batches = float(trainer.num_training_batches)
     return -(-batches // trainer.accumulate_grad_batches)
+
+
+def _leave_sigterm_to_the_run(trainer: pl.Trainer) -> None:
+    """Take Lightning's own reaction to SIGTERM away; a handler set before the fit is called all the same.
+
+    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for. On
+    several processes it also passes the signal on to them, so there it stays.
+    """
+    if trainer.world_size == 1:
+        connector: Any = trainer._signal_connector
+        connector._sigterm_notifier_fn = lambda number, frame: None
 
 
 def _joint_options(attachments: Sequence[Attachment]) -> dict[str, Any]:

@@ -24,9 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread_per_worker() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+def _one_thread() -> None:
+    # The tests' tensors are small, and two threads on cores that others use too wait for each other most of the time.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ class Outer:
     rooms: dict[str, Any] = field(default_factory=dict)
     inner: Inner = field(default_factory=Inner)
     anything: Any = None
+    limit: int | float | None = None
 
 
 def schema() -> DictConfig:
@@ -71,6 +72,8 @@ def layer(values: Any) -> Layer:
         ("name='a: [b'", "name", "a: [b"),
         ("name=", "anything", None),
         ("on=true", "on", True),
+        ("limit=2", "limit", 2),
+        ("limit=0.5", "limit", 0.5),
         ("names=[c, d, e]", "names", ["c", "d", "e"]),
         ("names=[]", "names", []),
         ("names.0=z", "names", ["z", "b"]),
@@ -136,6 +139,8 @@ def test_a_reference_is_looked_up_where_the_value_ends_up() -> None:
         ("inner.size=[1,2,3]", "inner.size is [1, 2, 3]; a list of 2 is expected."),
         ("inner.size=800", "inner.size is 800; a list of 2 is expected."),
         ("inner.size.0=a", "inner.size.0 is a; an integer is expected."),
+        ("limit=half", "limit is half; a number or null is expected."),
+        ("limit=true", "limit is true; a number or null is expected."),
         ("count.x=3", "unknown key 'count.x': count is a single value."),
         (
             "names.5=z",
@@ -171,7 +176,7 @@ def test_a_wrong_override_gets_its_sentence(item: str, sentence: str) -> None:
         ({"names": {"a": 1}}, "mine.yaml: names is {a: 1}; a list is expected."),
         ({"rooms": ["a"]}, "mine.yaml: rooms is [a]; a mapping is expected."),
         ({"count": {"a": 1}}, "mine.yaml: count is {a: 1}; an integer is expected."),
-        ({3: 4}, "mine.yaml: unknown key '3'; known: anything, count, inner, name, names, on, rate, rooms"),
+        ({3: 4}, "mine.yaml: unknown key '3'; known: anything, count, inner, limit, name, names, on, rate, rooms"),
     ],
 )
 def test_a_wrong_layer_gets_its_sentence(values: Any, sentence: str) -> None:

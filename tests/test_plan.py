@@ -1,4 +1,4 @@
-"""The plan: every optimization is asked first, conflicts are settled, the rest is ordered; only then does anything act."""
+"""The plan: every optimization is asked first, conflicts are settled, the rest is ordered; only then does one act."""
 
 import random
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from fasttrain.clock import RunClock
 from fasttrain.environment import Hardware
 from fasttrain.errors import ConfigError, DataError, OptimizationError
 from fasttrain.optimization import (
@@ -27,7 +28,6 @@ from fasttrain.optimization import (
 from fasttrain.plan import Catalogue, in_order, make_plan, requested
 from fasttrain.randomness import random_state
 from fasttrain.recorder import RunRecorder
-from fasttrain.clock import RunClock
 
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
 
@@ -45,7 +45,7 @@ class RoomConfig:
 def room(
     name: str,
     stage: Stage = Stage.MODEL,
-    verdict: Verdict = Applies(),
+    verdict: Verdict | None = None,
     changes: Sequence[Change] = (Change("net", "done"),),
     **orders: Any,
 ) -> type[Optimization[Any]]:
@@ -58,7 +58,7 @@ def room(
 
         def check(self, context: Context) -> Verdict:
             EVENTS.append(f"check {name}")
-            return verdict
+            return verdict or Applies()
 
         def attach(self, context: Context) -> Attachment:
             EVENTS.append(f"attach {name}")
@@ -133,9 +133,7 @@ def test_of_two_in_conflict_the_first_asked_for_stays(declared_by: str) -> None:
     plan = make_plan(ask(rooms["b"], rooms["a"]), context())
     assert names(plan.applying) == ["b"]
     (refused,) = plan.refused
-    assert refused.verdict == Refuses(
-        "does not go together with 'b', which was asked for first: both want the weights"
-    )
+    assert refused.verdict == Refuses("does not go together with 'b', which was asked for first: both want the weights")
 
 
 def test_one_that_is_refused_drives_out_nobody() -> None:

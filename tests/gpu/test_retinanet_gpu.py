@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
+from fasttrain.recipes.retinanet.model import RawPredictions, RetinaNet, RetinaNetConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -95,13 +95,18 @@ def test_the_step_is_captured_whole() -> None:
 
 def test_detections_equal_the_cpus() -> None:
     net = model("cpu").eval()
-    with torch.no_grad():
-        predictions = net(batch("cpu")[0])
-        predictions = predictions._replace(cls_logits=predictions.cls_logits + 4)  # some scores above the threshold
-        found = net.detect(predictions)
-        net.cuda()
-        on_gpu = net.detect(type(predictions)(*(part.cuda() for part in predictions)))
+    generator = torch.Generator().manual_seed(1)
+    anchors = len(net.anchors)
+    # Random predictions, not the untrained model's: its scores are nearly equal, and their order is rounding's.
+    predictions = RawPredictions(
+        torch.randn(BATCH, anchors, CONFIG.num_classes, generator=generator) * 2 - 4,
+        torch.randn(BATCH, anchors, 4, generator=generator) * 0.2,
+    )
+    found = net.detect(predictions)
+    net.cuda()
+    on_gpu = net.detect(RawPredictions(*(part.cuda() for part in predictions)))
     assert torch.equal(found.count, on_gpu.count.cpu())
     assert found.count.sum() > 0
+    assert torch.equal(found.labels, on_gpu.labels.cpu())
     assert torch.allclose(found.scores, on_gpu.scores.cpu(), atol=1e-6)
     assert torch.allclose(found.boxes, on_gpu.boxes.cpu(), atol=1e-3)
