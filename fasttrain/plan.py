@@ -3,10 +3,11 @@
 Pure until `attach`: every answer is in before the first change.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import lightning.pytorch as pl
 from omegaconf import DictConfig, OmegaConf
 
 from fasttrain.config import Layer, merge, thaw
@@ -70,6 +71,11 @@ class Plan:
         rows += [{"name": name, "verdict": "off", "reason": "switched off by the configuration", "changes": []}
                  for name in self.off]  # fmt: skip
         return {"optimizations": rows}
+
+
+def data_module(attachments: Iterable[Attachment], own: pl.LightningDataModule) -> pl.LightningDataModule:
+    """Return the last data module that an optimization put in the place of the recipe's `own`, or that."""
+    return next((a.data for a in reversed(list(attachments)) if a.data is not None), own)
 
 
 def requested(asked: Mapping[str, Any] | DictConfig, catalogue: Catalogue) -> tuple[list[Optimization[Any]], list[str]]:

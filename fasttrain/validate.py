@@ -10,7 +10,7 @@ from fasttrain.checkpoints import BEST, LAST, check_checkpoint, readable_checkpo
 from fasttrain.clock import RunClock
 from fasttrain.config import Resolved
 from fasttrain.errors import ConfigError, DataError
-from fasttrain.plan import Catalogue
+from fasttrain.plan import Catalogue, data_module
 from fasttrain.quiet import quiet_libraries
 from fasttrain.recipe import resolve
 from fasttrain.results import RunFolder
@@ -46,20 +46,19 @@ def validate(
     prepared = prepare(resolved, catalogue)
     attachments = prepared.plan.attach(prepared.context)
     begin = time.perf_counter()
-    trainer = make_trainer(
-        resolved.run.trainer,
-        attachments,
-        [],
-        [],
-        profiler=RunClock(),
-        enable_progress_bar=console.is_terminal and not quiet,
-        default_root_dir=str(folder.path),
-    )
     try:
         with quiet_libraries():
-            found = trainer.validate(
-                prepared.recipe.module, datamodule=prepared.recipe.data, ckpt_path=str(checkpoint), verbose=False
+            trainer = make_trainer(
+                resolved.run.trainer,
+                attachments,
+                [],
+                [],
+                profiler=RunClock(),
+                enable_progress_bar=console.is_terminal and not quiet,
+                default_root_dir=str(folder.path),
             )
+            data = data_module(attachments, prepared.recipe.data)
+            found = trainer.validate(prepared.recipe.module, data, ckpt_path=str(checkpoint), verbose=False)
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise

@@ -11,15 +11,9 @@ import pytest
 from PIL import Image
 
 from fasttrain.errors import ConfigError, DataError
-from fasttrain.recipes.retinanet import generated
-from fasttrain.recipes.retinanet.generated import (
-    OUTLINES,
-    GeneratedConfig,
-    GeneratedSet,
-    draw,
-    generate,
-    visible_objects,
-)
+from fasttrain.recipes.retinanet import drawing, generated
+from fasttrain.recipes.retinanet.drawing import OUTLINES, GeneratedConfig, draw, visible_objects
+from fasttrain.recipes.retinanet.generated import GeneratedSet, generate
 
 SMALL = GeneratedConfig(train_images=60, val_images=7)
 
@@ -79,7 +73,7 @@ def test_annotations_are_coco(drawn: GeneratedSet) -> None:
 def test_owner_covers_the_painted_shape(name: str) -> None:
     """Painted over black, a shape is bright on the pixels that it owns and fades within a pixel around them."""
     for index in range(8):
-        canvas = generated._Canvas(np.random.default_rng(index), SMALL)
+        canvas = drawing._Canvas(np.random.default_rng(index), SMALL)
         canvas.picture[:] = 0.0
         assert canvas.place(OUTLINES[name], 0.3, 0.6, is_object=True)
         grey = canvas.picture.max(0)
@@ -102,7 +96,7 @@ def test_boxes_are_the_extent_of_visible_pixels() -> None:
             inside = mask[y : y + height, x : x + width]
             assert inside.sum() == mask.sum() == found["area"]
             assert all(side.any() for side in (inside[0], inside[-1], inside[:, 0], inside[:, -1]))
-            area = generated._unit_area(OUTLINES[SMALL.classes[found["label"]]])
+            area = drawing._unit_area(OUTLINES[SMALL.classes[found["label"]]])
             smallest = area * (0.5 * 96 * SMALL.min_size) ** 2
             assert found["area"] >= (1 - SMALL.max_hidden) * smallest
             occluded += found["area"] < 0.9 * smallest

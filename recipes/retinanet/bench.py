@@ -16,7 +16,7 @@ from fasttrain.errors import ConfigError
 from fasttrain.fit import fit
 from fasttrain.measure import Row, make_row
 from fasttrain.recipe import find_recipe, resolve
-from fasttrain.recipes.retinanet.module import OptimizerConfig
+from fasttrain.recipes.retinanet.optimizer import OptimizerConfig
 
 DATA_VARIABLE = "FASTTRAIN_TXL_PBC"
 SEEDS = (0, 1, 2)

@@ -12,7 +12,8 @@ from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
 from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
-from fasttrain.recipes.retinanet.generated import GeneratedConfig, generate
+from fasttrain.recipes.retinanet.drawing import GeneratedConfig
+from fasttrain.recipes.retinanet.generated import generate
 
 PATHS = ("train_images", "train_annotations", "val_images", "val_annotations")
 

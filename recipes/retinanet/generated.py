@@ -1,14 +1,11 @@
-"""A generated detection set: shapes on cluttered grounds, drawn once into a cache folder as JPEGs with COCO boxes.
+"""The generated set that trains when no data is named: drawn once into a cache folder, as JPEGs with COCO boxes.
 
-It is what the recipe trains on when no data is named. A class is told by its outline alone: colour, texture, size,
-stretch, rotation and light are drawn from the same distributions for all of them. Objects hide one another, strokes
-cross them, and crescents, strokes and specks lie around that are no object. The pictures depend only on the config
-(every image has its own random stream), not on the number of processes that drew them.
+The pictures depend only on the config (every image has its own random stream), not on the number of processes that
+drew them.
 """
 
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import secrets
@@ -19,67 +16,22 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from fasttrain.errors import ConfigError, DataError, nearest
+from fasttrain.errors import DataError
+from fasttrain.recipes.retinanet.drawing import SPLITS, GeneratedConfig, draw, visible_objects
 
-Floats = NDArray[np.floating[Any]]  # float32; NumPy's stubs take it times a Python float for float64
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
 
 DRAWING_VERSION = 1  # raise it whenever the same config would give other pictures
-MAX_IMAGES = 10**6 - 1  # six digits in a file name
-SPLITS = ("train", "val")
 STAMP = "generated.json"
 CHUNK = 50  # images a process draws before it reports
-
-
-@dataclass(frozen=True)
-class GeneratedConfig:
-    """What to draw. Sizes are fractions of the image's side."""
-
-    seed: int = 0  # of the pictures; independent of the training's
-    image_size: int = 96  # side of the square images, pixels
-    train_images: int = 4000  # pictures in the training split
-    val_images: int = 400  # and held out
-    classes: tuple[str, ...] = ("disc", "square", "triangle", "ring", "star", "cross")  # of OUTLINES
-    min_objects: int = 1  # objects per picture, drawn evenly; one that finds no place is left out
-    max_objects: int = 4
-    min_size: float = 0.28  # diameter of the circle around the shape, before its stretch
-    max_size: float = 0.6
-    max_hidden: float = 0.5  # the largest part of an object that may be covered or lie outside the image
-    max_turn: float = 30.0  # objects stand upright within this many degrees; distractors lie any way
-    max_distractors: int = 3  # crescents, strokes and specks per picture; one more stroke may lie on top
-    jpeg_quality: int = 90  # Pillow's scale, 1 to 95
-    noise: float = 6.0  # largest standard deviation of the pixel noise, in grey levels of 255
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for a value that cannot be drawn."""
-        for name in self.classes:
-            if name not in OUTLINES:
-                raise ConfigError(f"generated.classes: no shape is called '{name}'; {nearest(name, OUTLINES)}")
-        if not self.classes or len(set(self.classes)) < len(self.classes):
-            raise ConfigError(f"generated.classes must name one or more different shapes, not {list(self.classes)}")
-        if self.image_size < 32:
-            raise ConfigError(f"generated.image_size is {self.image_size}; shapes can't be told apart below 32 pixels")
-        for images in (self.train_images, self.val_images):
-            if not 1 <= images <= MAX_IMAGES:
-                raise ConfigError(f"generated: {images} images were asked for; each split has 1 to {MAX_IMAGES}")
-        if not 1 <= self.min_objects <= self.max_objects <= 100:
-            raise ConfigError(f"generated: {self.min_objects} to {self.max_objects} objects; 1 <= min <= max <= 100")
-        if not 0.05 <= self.min_size <= self.max_size <= 1.0:
-            raise ConfigError(f"generated: sizes {self.min_size} to {self.max_size}; 0.05 <= min <= max <= 1 is needed")
-        if not 0 <= self.max_turn <= 180:
-            raise ConfigError(f"generated.max_turn is {self.max_turn}; an angle from 0 to 180 degrees is needed")
-        if not 0 <= self.max_hidden < 1:
-            raise ConfigError(f"generated.max_hidden is {self.max_hidden}; a fraction from 0 to less than 1 is needed")
 
 
 @dataclass(frozen=True)
@@ -90,244 +42,6 @@ class GeneratedSet:
     train_annotations: Path
     val_images: Path
     val_annotations: Path
-
-
-# ---- outlines: signed distance, negative inside, in units of the radius of the circle around the shape -----------
-
-
-def _disc(u: Floats, v: Floats) -> Floats:
-    return np.hypot(u, v) - 0.92
-
-
-def _square(u: Floats, v: Floats) -> Floats:
-    return np.maximum(np.abs(u), np.abs(v)) - 0.76
-
-
-def _triangle(u: Floats, v: Floats) -> Floats:
-    return np.maximum(np.abs(u) * 0.866 - v * 0.5, v) - 0.5
-
-
-def _ring(u: Floats, v: Floats) -> Floats:
-    return np.abs(np.hypot(u, v) - 0.74) - 0.22
-
-
-def _star(u: Floats, v: Floats) -> Floats:
-    """Five points: in half a sector, folded together, the edge runs from a tip at radius 1 to a notch at 0.45."""
-    half = math.pi / 5
-    angle = np.abs((np.arctan2(u, -v) + half) % (2 * half) - half)
-    radius = np.hypot(u, v)
-    notch_x, notch_y = 0.45 * math.cos(half), 0.45 * math.sin(half)
-    length = math.hypot(1 - notch_x, notch_y)
-    return (radius * np.cos(angle) - 1) * (notch_y / length) + radius * np.sin(angle) * ((1 - notch_x) / length)
-
-
-def _cross(u: Floats, v: Floats) -> Floats:
-    a, b = np.abs(u), np.abs(v)
-    distance: Floats = np.maximum(np.maximum(a, b) - 0.94, np.minimum(a, b) - 0.3)
-    return distance
-
-
-def _crescent(u: Floats, v: Floats) -> Floats:
-    bite: Floats = 0.85 - np.hypot(u - 0.5, v)
-    return np.maximum(np.hypot(u, v) - 0.95, bite)
-
-
-def _stroke(u: Floats, v: Floats) -> Floats:
-    return np.hypot(np.maximum(np.abs(u) - 0.95, 0), v) - 0.055
-
-
-Outline = Callable[[Floats, Floats], Floats]
-OUTLINES: dict[str, Outline] = {
-    "disc": _disc, "square": _square, "triangle": _triangle, "ring": _ring, "star": _star, "cross": _cross,
-}  # fmt: skip
-# What lies around that is no object, with the range of its size as a fraction of the image's side.
-CRESCENT, STROKE, SPECK = (_crescent, 0.15, 0.4), (_stroke, 0.3, 1.2), (_disc, 0.02, 0.05)
-DISTRACTORS: tuple[tuple[Outline, float, float], ...] = (CRESCENT, STROKE, SPECK)
-
-
-# ---- drawing: at this size a picture costs NumPy calls, not pixels, so random numbers are drawn by the handful ---
-
-
-@cache
-def _unit_area(outline: Outline) -> float:
-    """Area of a shape of radius 1."""
-    axis = np.linspace(-1.3, 1.3, 261, dtype=np.float32)
-    return float(np.count_nonzero(outline(axis[None, :], axis[:, None]) < 0)) * 0.01**2
-
-
-@cache
-def _noise_sheet() -> Floats:
-    """Standard normal noise (512, 512) of which every picture takes a piece."""
-    return np.random.default_rng(0).standard_normal((512, 512), dtype=np.float32)
-
-
-def _noise(rng: np.random.Generator, size: int) -> Floats:
-    sheet = _noise_sheet()
-    if size > 256:
-        return rng.standard_normal((size, size), dtype=np.float32)
-    top, left = rng.integers(512 - size, size=2).tolist()
-    return sheet[top : top + size, left : left + size]
-
-
-def _unit(values: Floats) -> Floats:
-    """The values, in place, limited to 0..1."""
-    np.maximum(values, 0, out=values)
-    return np.minimum(values, 1, out=values)
-
-
-def _colour(drawn: list[float], apart_from: list[float]) -> list[float]:
-    """Red, green, blue in 0..255: of the vivid colours made from nine numbers, the one farthest from another colour."""
-    best, farthest = apart_from, -1.0
-    for at in (0, 3, 6):
-        three = drawn[at : at + 3]
-        low, high = min(three), max(three)
-        stretch = (high - 0.4 * low) / (high - low + 1e-3)  # moves the colour off the grey axis
-        colour = [min(255.0, 30 + 212 * (low + (value - low) * stretch)) for value in three]
-        distance = sum(abs(one - other) for one, other in zip(colour, apart_from, strict=True))
-        if distance > farthest:
-            best, farthest = colour, distance
-    return best
-
-
-def _planes(colour: list[float]) -> Floats:
-    return np.array(colour, dtype=np.float32).reshape(3, 1, 1)
-
-
-def _ground(rng: np.random.Generator, size: int) -> Floats:
-    """A cloudy ground (3, size, size) in 0..255: enlarged colour noise with finer grey noise on it."""
-    coarse, fine = rng.integers((2, 6), (6, 15)).tolist()
-    base, strength, graininess = 50 + 140 * rng.random(3), 30 + 50 * rng.random(), 5 + 35 * rng.random()
-    clouds = base + strength * (rng.random((coarse, coarse, 3)) + rng.random((coarse, coarse, 1)) - 1)
-    grain = 128 + graininess * (2 * rng.random((fine, fine)) - 1)
-    layers = [
-        np.asarray(Image.fromarray(cells.clip(0, 255).astype(np.uint8)).resize((size, size), Image.Resampling.BICUBIC))
-        for cells in (clouds, grain)
-    ]
-    return layers[0].transpose(2, 0, 1).astype(np.float32, order="C") + (layers[1].astype(np.float32) - 128)
-
-
-def _texture(kind: float, waves: float, phase: float, u: Floats, v: Floats) -> Floats | None:
-    """Weight of the second colour over a shape: a slope, stripes or checks, or None for a plain one. All in 0..1."""
-    rate, phase = 5 + 6 * waves, 2 * math.pi * phase
-    if kind < 0.2:
-        return _unit(0.6 * u + 0.5)
-    if kind < 0.3:
-        return _unit(2 * np.sin(rate * u + phase) + 0.5)
-    if kind < 0.4:
-        return _unit(3 * np.sin(rate * u + phase) * np.sin(rate * v) + 0.5)
-    return None
-
-
-class _Canvas:
-    """A picture being drawn (3, size, size) in 0..255, and for every pixel the object that is seen there (-1: none)."""
-
-    def __init__(self, rng: np.random.Generator, config: GeneratedConfig) -> None:
-        self.rng, self.size = rng, config.image_size
-        size, self.must_show, self.max_turn = config.image_size, 1 - config.max_hidden, math.radians(config.max_turn)
-        self.picture = _ground(rng, size)
-        self.owner = np.full((size, size), -1, dtype=np.int64)
-        self.seen: list[int] = []  # pixels of each object that are still seen
-        self.needed: list[float] = []  # and how many must stay so
-        self.axis = np.arange(size, dtype=np.float32) + 0.5
-
-    def place(self, outline: Outline, min_size: float, max_size: float, is_object: bool = False) -> bool:
-        """Draw a shape where each object, itself included, is seen enough; False if six tries found no such place."""
-        size = self.size
-        for _ in range(6):
-            random = self.rng.random(5).tolist()
-            radius = 0.5 * size * min_size * (max_size / min_size) ** random[0]
-            stretch = math.exp(0.34 * random[1] - 0.17)
-            turn = (self.max_turn if is_object else math.pi) * (2 * random[2] - 1)
-            x, y = (0.12 + 0.76 * random[3]) * size, (0.12 + 0.76 * random[4]) * size
-            reach = 1.2 * radius + 4
-            across = slice(max(0, int(x - reach)), min(size, int(x + reach) + 1))
-            down = slice(max(0, int(y - reach)), min(size, int(y + reach) + 1))
-            dx, dy = self.axis[across] - x, self.axis[down, None] - y
-            cos, sin = math.cos(turn) / radius, math.sin(turn) / radius
-            u = dx * (cos * stretch) + dy * (sin * stretch)
-            v = dy * (cos / stretch) - dx * (sin / stretch)
-            distance = outline(u, v)
-            distance *= radius
-            needed = self.must_show * _unit_area(outline) * radius**2
-            if self._claim(distance < 0, (down, across), needed, is_object):
-                self._paint(self.picture[:, down, across], distance, u, v, radius)
-                return True
-        return False
-
-    def _claim(self, mask: NDArray[np.bool_], where: tuple[slice, slice], needed: float, is_object: bool) -> bool:
-        """Give the pixels under the mask to the new shape, unless an object would then be seen too little."""
-        pixels = int(np.count_nonzero(mask))
-        if is_object and pixels < needed:
-            return False
-        owner = self.owner[where]
-        covered = np.bincount(owner[mask] + 1, minlength=len(self.seen) + 1)[1:].tolist()
-        left = [seen - lost for seen, lost in zip(self.seen, covered, strict=True)]
-        if any(have < need for have, need in zip(left, self.needed, strict=True)):
-            return False
-        self.seen = left
-        if is_object:
-            self.seen.append(pixels)
-            self.needed.append(needed)
-        owner[mask] = len(self.seen) - 1 if is_object else -1
-        return True
-
-    def _paint(self, patch: Floats, distance: Floats, u: Floats, v: Floats, radius: float) -> None:
-        random = self.rng.random(25).tolist()
-        kind, waves, phase, blend, light, outlined, darkness = random[18:]
-        colour = _colour(random[:9], patch[:, patch.shape[1] // 2, patch.shape[2] // 2].tolist())
-        paint, texture = _planes(colour), _texture(kind, waves, phase, u, v)
-        if texture is not None:
-            paint = (_planes(_colour(random[9:18], colour)) - paint) * (texture * (0.2 + 0.5 * blend)) + paint
-        shade = u * (0.2 * math.cos(6.28 * light)) + v * (0.2 * math.sin(6.28 * light)) + 1
-        if outlined < 0.4:
-            shade *= 1 - 0.55 * _unit(distance + (max(1.0, 0.09 * radius) + 0.5))
-        drop = max(1, round(0.12 * radius))
-        shadow = _unit(distance[:-drop, :-drop] * (-0.5 / drop) + 0.6)
-        patch[:, drop:, drop:] *= 1 - 0.55 * darkness * shadow
-        patch += (paint * shade - patch) * _unit(0.5 - distance)
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One picture and what is seen on it."""
-
-    picture: NDArray[np.uint8]  # RGB (size, size, 3)
-    owner: NDArray[np.int64]  # (size, size): index of the object that is seen at a pixel, -1 for none
-    labels: list[int]  # class index of each object
-
-
-def draw(config: GeneratedConfig, split: str, index: int) -> Drawing:
-    """Return picture `index` of a split; it depends on no other picture and not on how many there are."""
-    rng = np.random.default_rng((config.seed, SPLITS.index(split), index))
-    canvas = _Canvas(rng, config)
-    objects = int(rng.integers(config.min_objects, config.max_objects + 1))
-    clutter = int(rng.integers(config.max_distractors + 1))
-    labels: list[int] = []
-    for kind in rng.integers(len(DISTRACTORS), size=clutter).tolist():
-        canvas.place(*DISTRACTORS[kind])
-    for label in rng.integers(len(config.classes), size=objects).tolist():
-        if canvas.place(OUTLINES[config.classes[label]], config.min_size, config.max_size, is_object=True):
-            labels.append(label)
-    if rng.random() < 0.35:
-        canvas.place(*STROKE)  # across what is there
-    picture = canvas.picture
-    picture += _noise(rng, config.image_size) * (config.noise * rng.random())
-    np.minimum(np.maximum(picture, 0, out=picture), 255, out=picture)
-    return Drawing(picture.transpose(1, 2, 0).astype(np.uint8, order="C"), canvas.owner, labels)
-
-
-def visible_objects(drawing: Drawing) -> list[dict[str, Any]]:
-    """Return COCO's bbox (x, y, width, height), area and the class index of each object, from its visible pixels."""
-    found = []
-    for number, label in enumerate(drawing.labels):
-        rows, columns = np.nonzero(drawing.owner == number)
-        left, top = int(columns.min()), int(rows[0])
-        box = [left, top, int(columns.max()) + 1 - left, int(rows[-1]) + 1 - top]
-        found.append({"bbox": box, "area": len(rows), "label": label})
-    return found
-
-
-# ---- the set on disk ---------------------------------------------------------------------------------------------
 
 
 def generate(

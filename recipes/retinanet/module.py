@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -11,32 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fasttrain.errors import ConfigError
 from fasttrain.recipes.retinanet.metric import available_scorer, detection_rows, score_boxes
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
+from fasttrain.recipes.retinanet.optimizer import OptimizerConfig, make_optimizer
 from fasttrain.recipes.retinanet.pictures import contact_sheet, draw_detections
-from fasttrain.recipes.retinanet.schedule import learning_rate_factor
 from fasttrain.trainer import optimizer_steps_per_epoch
 
 Batch = Mapping[str, Tensor]
 SAMPLE_SCORE = 0.3  # detections below it clutter a picture
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """How the weights are trained; the defaults are MLPerf v2.0's reference for RetinaNet."""
-
-    name: Literal["adam", "adamw"] = "adam"
-    lr: float = 1e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    warmup_epochs: float = 1.0
-    """Epochs over which the learning rate rises linearly."""
-    warmup_factor: float = 1e-3
-    """The learning rate's first value as a share of `lr`."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: unchanged, or down to zero at the last step along a cosine."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +55,9 @@ class RetinaNetTraining(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Detect, and keep the detections in pixels of the original images."""
-        detections = self.model.detect(self.model(batch["images"]))
+        # Scores and boxes rounded to 8 bits tie and shift; evaluation is a small part of the time.
+        with torch.autocast(self.device.type, enabled=False):
+            detections = self.model.detect(self.model(batch["images"]))
         # A sample whose image can't be used is blank: what is found in it is noise.
         detections = detections._replace(count=detections.count * (batch["bad_image_id"] < 0))
         self._rows.append(
@@ -91,22 +75,14 @@ class RetinaNetTraining(pl.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.broadcast_object_list(scores, src=0)
         # Tensors of the CPU: a float would be sent to the device for the logger to fetch it back.
-        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in scores[0].items()},
-                      rank_zero_only=True)  # fmt: skip
+        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in scores[0].items()})
 
     def configure_optimizers(self) -> Any:
         """Return Adam or AdamW over the trainable parameters, and the schedule by step."""
-        config = self.config.optimizer
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        make = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-        optimizer = make(parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-        warmup_steps = round(config.warmup_epochs * optimizer_steps_per_epoch(self.trainer))
-        total_steps = self.trainer.estimated_stepping_batches
-        if config.schedule == "cosine" and total_steps == float("inf"):
-            raise ConfigError("module.optimizer.schedule=cosine needs an end: set trainer.max_epochs or max_steps.")
-        factor = learning_rate_factor(warmup_steps, config.warmup_factor, config.schedule, total_steps)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        steps_per_epoch = optimizer_steps_per_epoch(self.trainer)
+        return make_optimizer(
+            self.parameters(), self.config.optimizer, steps_per_epoch, self.trainer.estimated_stepping_batches
+        )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the learning rate, a host value."""

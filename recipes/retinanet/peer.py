@@ -23,8 +23,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, to_tensor
 
 from fasttrain.recipes.retinanet.metric import score_boxes
-from fasttrain.recipes.retinanet.module import OptimizerConfig
-from fasttrain.recipes.retinanet.schedule import learning_rate_factor
+from fasttrain.recipes.retinanet.optimizer import OptimizerConfig, make_optimizer
 
 Sample = tuple[Tensor, dict[str, Tensor]]
 
@@ -95,14 +94,8 @@ class TorchvisionRetinaNet(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and schedule that ours uses."""
-        config = self.optimizer_config
-        make = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-        optimizer = make(self.parameters(), config.lr, config.betas, config.eps, config.weight_decay)
         total = self.trainer.estimated_stepping_batches
-        warmup = round(config.warmup_epochs * self.trainer.num_training_batches)
-        factor = learning_rate_factor(warmup, config.warmup_factor, config.schedule, total)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return make_optimizer(self.parameters(), self.optimizer_config, self.trainer.num_training_batches, total)
 
 
 def plain_loader(dataset: PlainCoco, batch_size: int, train: bool, workers: int) -> DataLoader[Sample]:
