@@ -89,9 +89,9 @@ def test_boxes_are_the_extent_of_visible_pixels() -> None:
     """Each side of each box touches a visible pixel of its object, none is outside, and enough of each is visible."""
     occluded = 0
     for index in range(60):
-        drawing = draw(SMALL, "train", index)
-        for number, found in enumerate(visible_objects(drawing)):
-            mask = drawing.owner == number
+        picture = draw(SMALL, "train", index)
+        for number, found in enumerate(visible_objects(picture)):
+            mask = picture.owner == number
             x, y, width, height = found["bbox"]
             inside = mask[y : y + height, x : x + width]
             assert inside.sum() == mask.sum() == found["area"]
