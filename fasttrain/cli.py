@@ -107,7 +107,9 @@ def explain(recipe: RecipeName, overrides: Overrides = None) -> None:
     from fasttrain.run import prepare
 
     resolved = resolve(find_recipe(recipe), overrides or [])
-    show(resolved, prepare(resolved, CATALOGUE).plan, Console())
+    # A file or pipe has no width to keep to: values that are searched for or copied stay on one line.
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    show(resolved, prepare(resolved, CATALOGUE).plan, Console(width=wide))
 
 
 @app.command("list")

@@ -3,9 +3,11 @@
 import json
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fasttrain import __version__
@@ -22,14 +24,19 @@ class Said:
         self.code, self.out, self.err = code, out, err
 
 
+Run = Callable[..., Said]
+
+
 @pytest.fixture
 def fasttrain(
     capsys: pytest.CaptureFixture[str], foreign_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):  # type: ignore[no-untyped-def]
+) -> Iterator[Run]:
     """Run a command in an empty folder, with a recipe of the foreign project beside it as shapes.yaml."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("COLUMNS", "200")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a network trains slower on several
     shutil.copy(foreign_project / "shapes.yaml", tmp_path)
 
     def run(*arguments: str) -> Said:
@@ -42,7 +49,8 @@ def fasttrain(
         printed = capsys.readouterr()
         return Said(code, printed.out, printed.err)
 
-    return run
+    yield run
+    torch.set_num_threads(threads)
 
 
 def row(out: str, key: str) -> list[str]:
@@ -64,7 +72,7 @@ def row(out: str, key: str) -> list[str]:
     ],
     ids=str,
 )
-def test_help_teaches(fasttrain, command: list[str], taught: list[str]) -> None:  # type: ignore[no-untyped-def]
+def test_help_teaches(fasttrain: Run, command: list[str], taught: list[str]) -> None:
     said = fasttrain(*command, "--help")
     assert said.code == 0
     text = " ".join(said.out.replace("│", " ").split())
@@ -73,16 +81,16 @@ def test_help_teaches(fasttrain, command: list[str], taught: list[str]) -> None:
     assert "[bold]" not in said.out
 
 
-def test_without_a_command_the_help_is_shown(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_command_the_help_is_shown(fasttrain: Run) -> None:
     said = fasttrain()
     assert "fasttrain fit retinanet" in said.out + said.err
 
 
-def test_version(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_version(fasttrain: Run) -> None:
     assert fasttrain("--version").out.strip() == __version__
 
 
-def test_list(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_list(fasttrain: Run) -> None:
     said = fasttrain("list")
     assert said.code == 0
     for name, path in recipe_names().items():
@@ -159,20 +167,19 @@ def test_list(fasttrain) -> None:  # type: ignore[no-untyped-def]
         ),
         (
             ["report", "gone"],
-            "'gone' does not exist; a run folder is written by `fasttrain fit` and holds config.yaml, environment.json, "
-            "plan.json, metrics.csv, result.json.",
+            "'gone' does not exist; a run folder is written by `fasttrain fit` and holds config.yaml, "
+            "environment.json, plan.json, metrics.csv, result.json.",
         ),
     ],
-    ids=" ".join,
 )
-def test_a_mistake_is_one_sentence_on_stderr(fasttrain, arguments: list[str], sentence: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_mistake_is_one_sentence_on_stderr(fasttrain: Run, arguments: list[str], sentence: str) -> None:
     said = fasttrain(*arguments)
     assert said.err == f"error: {sentence}\n"
     assert said.out == ""
     assert said.code == 2
 
 
-def test_a_sentence_with_brackets_is_no_markup(fasttrain, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_sentence_with_brackets_is_no_markup(fasttrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Path:
         raise ConfigError(r"a [bold]value[/bold], a \[path] and [1, 2]")
 
@@ -180,7 +187,7 @@ def test_a_sentence_with_brackets_is_no_markup(fasttrain, monkeypatch: pytest.Mo
     assert fasttrain("explain", "x").err == "error: a [bold]value[/bold], a \\[path] and [1, 2]\n"
 
 
-def test_a_bug_of_ours_keeps_its_traceback(fasttrain, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_bug_of_ours_keeps_its_traceback(fasttrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> Path:
         raise ZeroDivisionError("a bug")
 
@@ -189,7 +196,7 @@ def test_a_bug_of_ours_keeps_its_traceback(fasttrain, monkeypatch: pytest.Monkey
         fasttrain("explain", "x")
 
 
-def test_explain_shows_values_origins_and_the_plan(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_explain_shows_values_origins_and_the_plan(fasttrain: Run) -> None:
     said = fasttrain("explain", "shapes.yaml", "module.betas.0=0.5", "loggers=[csv, tensorboard]", "seed=1")
     assert said.code == 0
     assert row(said.out, "module.class") == ["module.class", "shapes.model.LitClassifier", "shapes.yaml"]
@@ -203,7 +210,7 @@ def test_explain_shows_values_origins_and_the_plan(fasttrain) -> None:  # type: 
     assert not Path("runs").exists(), "explain makes no run folder"
 
 
-def test_explain_says_why_not(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_explain_says_why_not(fasttrain: Run) -> None:
     said = fasttrain("explain", "shapes.yaml", "optimizations.channels_last={measure: true, least_gain: 9}")
     assert "1. channels_last: refused - not faster here: " in said.out
     assert (
@@ -213,7 +220,7 @@ def test_explain_says_why_not(fasttrain) -> None:  # type: ignore[no-untyped-def
     assert "plan: no optimizations asked for" in fasttrain("explain", "shapes.yaml", "optimizations=none").out
 
 
-def test_what_explain_shows_can_be_written_as_an_override(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_what_explain_shows_can_be_written_as_an_override(fasttrain: Run) -> None:
     out = fasttrain("explain", "shapes.yaml").out
     cells = [row(out, key) for key in ("module.lr", "module.betas", "data.count", "target.stop", "loggers", "preset")]
     again = fasttrain("explain", "shapes.yaml", *[f"{key}={value}" for key, value, _ in cells if key != "preset"]).out
@@ -221,7 +228,7 @@ def test_what_explain_shows_can_be_written_as_an_override(fasttrain) -> None:  #
         assert row(again, key) == [key, value, "command line"]
 
 
-def test_a_run_from_beginning_to_report(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_from_beginning_to_report(fasttrain: Run) -> None:
     said = fasttrain("fit", "shapes.yaml", "trainer.max_epochs=1", "target.value=2", "--run-dir", "run", "loggers=[]")
     assert said.code == 0
     assert "run folder: run" in said.out
@@ -256,7 +263,7 @@ def test_a_run_from_beginning_to_report(fasttrain) -> None:  # type: ignore[no-u
     assert "<html" in Path("page.html").read_text()[:200].lower()
 
 
-def test_the_config_of_a_run_folder_explains_to_the_same_values(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_the_config_of_a_run_folder_explains_to_the_same_values(fasttrain: Run) -> None:
     fasttrain(
         "fit", "shapes.yaml", "module.width=4", "data.count=64", "--run-dir", "run", "--quiet", "trainer.max_epochs=1"
     )
@@ -270,7 +277,7 @@ def test_the_config_of_a_run_folder_explains_to_the_same_values(fasttrain) -> No
     assert row(again, "module.width")[2] == "config.yaml"
 
 
-def test_bench_lists_and_refuses(fasttrain) -> None:  # type: ignore[no-untyped-def]
+def test_bench_lists_and_refuses(fasttrain: Run) -> None:
     listed = fasttrain("bench", "--list")
     assert listed.code == 0
     for name in CATALOGUE:

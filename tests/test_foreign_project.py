@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,26 @@ def plain_trainer(**options: Any) -> L.Trainer:
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """So small a network trains slower on several threads, many times so on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def recipe(foreign_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The project's recipe; its runs draw no plots, which take longer than its training."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fasttrain.fit.write_plots", lambda folder: [])
     return foreign_project / "shapes.yaml"
 
 
-def test_it_reaches_its_target_and_leaves_a_whole_run_folder(recipe: Path, tmp_path: Path) -> None:
-    outcome = run(recipe, tmp_path / "run", "loggers=[csv]")
+def test_it_reaches_its_target_and_leaves_a_whole_run_folder(foreign_project: Path, tmp_path: Path) -> None:
+    outcome = run(foreign_project / "shapes.yaml", tmp_path / "run", "loggers=[csv]")
+    assert {path.name for path in (outcome.folder / "plots").iterdir()} >= {"loss.png", "score.png"}
     result = json.loads((outcome.folder / "result.json").read_text())
     assert result["status"] == "reached_target"
     assert result["reached"] is True
@@ -78,7 +91,7 @@ def test_in_a_process_of_its_own(foreign_project: Path, tmp_path: Path) -> None:
     """As its user starts it: in the project's folder, which is not installed."""
     done = subprocess.run(
         [sys.executable, "-m", "fasttrain", "fit", "shapes.yaml", "--run-dir", str(tmp_path / "run"), "loggers=[]"],
-        cwd=foreign_project, capture_output=True, text=True, check=False,
+        cwd=foreign_project, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "channels_last: applies - 2 convolution weights; not measured, as asked" in done.stdout

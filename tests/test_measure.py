@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fasttrain.bench import Case, choose_cases, find_cases, run_cases
 from fasttrain.environment import Hardware, describe, source_commit, usable_cores
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.measure import Row, StepProbe, make_row, read_rows, summarize, time_ms, write_rows
@@ -211,3 +212,28 @@ def test_the_part_of_the_machine_that_a_run_uses(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     assert Hardware.of_accelerator("gpu") == gpu
     assert gpu.sentence == "a GPU, 1 GiB"
+
+
+def a_case(name: str, needs_gpu: bool = False) -> Case:
+    row = make_row("room", name, "ours", "step_ms", "ms", [1.0])
+    return Case("room", name, "for tests", lambda: [row], needs_gpu)
+
+
+def test_bench_cases_are_found_beside_the_code_they_measure() -> None:
+    assert {case.subject for case in find_cases(["fasttrain.callbacks.channels_last"])} == {"channels_last"}
+    assert find_cases(["fasttrain.recipes.no_package_only_yaml"]) == [], "a recipe may be a YAML file alone"
+    assert find_cases(["fasttrain.callbacks"]) == []
+
+
+def test_choosing_and_running_bench_cases() -> None:
+    cases = [a_case("small"), a_case("large", needs_gpu=True)]
+    assert choose_cases(cases, []) == choose_cases(cases, ["room"]) == cases
+    assert choose_cases(cases, ["room/large", "room"]) == [cases[1], cases[0]]
+    with pytest.raises(ConfigError, match=r"^there is no bench case 'room/smal'; did you mean 'room/small'\?$"):
+        choose_cases(cases, ["room/smal"])
+    ran = list(run_cases(cases, on_gpu=False))
+    assert [(case.name, None if rows is None else rows[0].case) for case, rows in ran] == [
+        ("small", "small"),
+        ("large", None),
+    ]
+    assert all(rows for _, rows in run_cases(cases, on_gpu=True))

@@ -1,4 +1,4 @@
-"""The target: noted where it is first reached, and the run stops there. The progress: a line an evaluation, or a bar."""
+"""The target: noted where it is first reached; the run stops there. The progress: a line an evaluation, or a bar."""
 
 import io
 import math
