@@ -15,6 +15,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from fasttrain.errors import ConfigError, DataError
 
+FOLDER_OF_THIS_RUN = "FASTTRAIN_FOLDER_OF_THIS_RUN"
+"""Environment variable by which the first process tells the others of the same run where to write."""
+
 METRICS_HEADER = ("step", "epoch", "seconds", "name", "value")
 
 
@@ -31,6 +34,9 @@ class RunFolder:
         Raises:
             ConfigError: it can't be written, or holds a run already.
         """
+        if rank_zero_only.rank > 0:
+            # Lightning's launcher runs the whole command once more for each further process.
+            return cls(Path(os.environ.get(FOLDER_OF_THIS_RUN) or path or "runs"))
         folder = path or _free(Path("runs") / recipe / datetime.now().strftime("%Y%m%d-%H%M%S"))
         # A run that failed before its plan was made has left a result.json only, and nothing worth keeping.
         if (folder / "config.yaml").exists():
@@ -47,6 +53,7 @@ class RunFolder:
             raise ConfigError(
                 f"the run folder {folder} can't be written ({error.strerror}); give another with --run-dir."
             ) from None
+        os.environ[FOLDER_OF_THIS_RUN] = str(folder)
         return cls(folder)
 
     @classmethod
@@ -100,6 +107,11 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+def is_disk_trouble(error: OSError) -> bool:
+    """Whether an error is about the disk itself, and not about a file that somebody's code asked for."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def disk_error(path: Path, error: OSError) -> DataError:

@@ -58,6 +58,17 @@ def make_trainer(
     return trainer
 
 
+def is_lightnings_refusal(error: Exception) -> bool:
+    """Whether Lightning itself, and not code of the user's that it called, found fault with its arguments."""
+    if isinstance(error, MisconfigurationException):
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    raised_in = last.tb_frame.f_globals.get("__name__", "") if last is not None else ""
+    return isinstance(error, ValueError) and raised_in.startswith("lightning.pytorch.loops")
+
+
 def make_loggers(names: Sequence[Any], folder: str) -> list[Logger]:
     """Return loggers by short name (`tensorboard`, `csv`) or by `class` and arguments.
 

@@ -64,7 +64,7 @@ def _one_thread() -> Iterator[None]:
 def recipe(foreign_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project's recipe; its runs draw no plots, which take longer than its training."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fasttrain.fit.write_plots", lambda folder: [])
+    monkeypatch.setattr("fasttrain.session.write_plots", lambda folder: [])
     return foreign_project / "shapes.yaml"
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from fasttrain.errors import ConfigError
@@ -81,7 +83,14 @@ class DetectionData(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Generate the set if no other is given; a second time finds it in the cache."""
         if self.config.train_images is None:
-            generate(self._cache_folder(), self.config.generated)
+            # Drawn on standard error, in a terminal only, and taken away again: a run's own output begins after it.
+            with Progress(console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task("drawing the generated set", total=None, visible=False)
+                generate(
+                    self._cache_folder(),
+                    self.config.generated,
+                    lambda done, total: bar.update(task, completed=done, total=total, visible=True),
+                )
 
     def setup(self, stage: str) -> None:
         """Read and judge both annotation files.
