@@ -55,9 +55,7 @@ class RetinaNetTraining(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Detect, and keep the detections in pixels of the original images."""
-        # Scores and boxes rounded to 8 bits tie and shift; evaluation is a small part of the time.
-        with torch.autocast(self.device.type, enabled=False):
-            detections = self.model.detect(self.model(batch["images"]))
+        detections = self.model.detect(self.model(batch["images"]))
         # A sample whose image can't be used is blank: what is found in it is noise.
         detections = detections._replace(count=detections.count * (batch["bad_image_id"] < 0))
         self._rows.append(
