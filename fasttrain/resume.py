@@ -17,6 +17,7 @@ from fasttrain.trainer import (
     is_accumulating,
     is_between_batches,
     load_pending_loader_state,
+    logging_interval,
     stop_now,
     validation_is_due,
 )
@@ -76,7 +77,8 @@ class ResumePoint(Checkpoint):
         # A checkpoint holds no gradients, so a window of accumulation has to end first.
         if is_accumulating(trainer) or (validation_is_due(trainer) and not last_step):
             return
-        if self._interrupt_wanted:
+        due = trainer.world_size == 1 or trainer.global_step % logging_interval(trainer) == 0
+        if due and self._is_interrupted(trainer):
             self._save(trainer)
             self._stop(trainer)
         elif last_step or self._is_time(trainer):
@@ -97,14 +99,15 @@ class ResumePoint(Checkpoint):
         if not epoch_is_complete(trainer):
             return
         epochs = self.config.every_n_epochs
+        interrupted = self._is_interrupted(trainer)
         if (
-            self._interrupt_wanted
+            interrupted
             or fit_is_ending(trainer)
             or (epochs and (trainer.current_epoch + 1) % epochs == 0)
             or trainer.strategy.reduce_boolean_decision(self._minutes_are_over(), all=False)
         ):
             self._save(trainer)
-        if self._interrupt_wanted:
+        if interrupted:
             self._stop(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -124,6 +127,12 @@ class ResumePoint(Checkpoint):
     ) -> None:
         """Take it out, to be put back when training begins."""
         self._restore = checkpoint.get(RANDOM_STATE)
+
+    def _is_interrupted(self, trainer: pl.Trainer) -> bool:
+        """Whether any rank was asked to stop. A signal reaches them at different steps, and they must stop together."""
+        if trainer.world_size == 1:
+            return self._interrupt_wanted
+        return bool(trainer.strategy.reduce_boolean_decision(self._interrupt_wanted, all=False))
 
     def _stop(self, trainer: pl.Trainer) -> None:
         self.interrupted = True
