@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from fasttrain.errors import ConfigError
 
@@ -75,6 +76,11 @@ class Hardware:
 def usable_cores() -> int:
     """Return the number of CPU cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def global_rank() -> int:
+    """Return this process's rank among those of the run, as the launcher's environment says; 0 for a single one."""
+    return int(getattr(rank_zero_only, "rank", 0))
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from fasttrain.environment import global_rank
 from fasttrain.errors import ConfigError, DataError
 
 FOLDER_OF_THIS_RUN = "FASTTRAIN_FOLDER_OF_THIS_RUN"
@@ -34,7 +35,7 @@ class RunFolder:
         Raises:
             ConfigError: it can't be written, or holds a run already.
         """
-        if rank_zero_only.rank > 0:
+        if global_rank() > 0:
             # Lightning's launcher runs the whole command once more for each further process.
             return cls(Path(os.environ.get(FOLDER_OF_THIS_RUN) or path or "runs"))
         folder = path or _free(Path("runs") / recipe / datetime.now().strftime("%Y%m%d-%H%M%S"))

@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from fasttrain import environment
@@ -48,7 +47,7 @@ class Session:
 
     def __init__(self, resolved: Resolved, folder: RunFolder, console: Console, quiet: bool, started: float) -> None:
         self.resolved, self.folder, self.console = resolved, folder, console
-        self.first = rank_zero_only.rank == 0
+        self.first = environment.global_rank() == 0
         self.quiet = quiet or not self.first
         self.started = started
         self.config: RunConfig = resolved.run
