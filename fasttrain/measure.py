@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 
 from fasttrain.environment import Hardware, cpu_name, source_commit
-from fasttrain.errors import DataError
+from fasttrain.errors import DataError, FasttrainError, OptimizationError
 from fasttrain.randomness import random_state_kept
 
 
@@ -130,6 +130,11 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
+def ms_text(milliseconds: float) -> str:
+    """Return milliseconds with three digits that mean something."""
+    return f"{milliseconds:,.0f}" if milliseconds >= 1000 else f"{milliseconds:.3g}"
+
+
 def sample_ms(
     call: Callable[[], Any], device: torch.device | str, *, warmup: int = 3, repeats: int = 10
 ) -> list[float]:
@@ -178,18 +183,54 @@ class StepProbe:
 
     def sample_ms(
         self,
-        prepare: Callable[[pl.LightningModule, Any], Any] = lambda module, batch: batch,
+        prepare: Callable[[pl.LightningModule, Any], Any] | None = None,
         autocast: torch.dtype | None = None,
         warmup: int = 2,
         repeats: int = 7,
     ) -> list[float]:
-        """Time forward and backward after `prepare(module_copy, device_batch)`, which returns the batch to use."""
+        """Time forward and backward after `prepare(module_copy, device_batch)`, which returns the batch to use.
+
+        Raises:
+            OptimizationError: the step does not run outside of a Trainer.
+        """
+        try:
+            return self._sample_ms(prepare, autocast, warmup, repeats)
+        except FasttrainError:
+            raise
+        except Exception as error:  # a user's step may ask its Trainer for something, and a probe has none
+            raise OptimizationError(
+                f"the step could not be measured outside of a Trainer ({type(error).__name__}: {error})"
+            ) from error
+
+    def compare(
+        self, prepare: Callable[[pl.LightningModule, Any], Any], autocast: torch.dtype | None = None
+    ) -> tuple[Timing, Timing]:
+        """Return the timing of the plain step and of the prepared one.
+
+        Taken in the order plain, prepared, prepared, plain, so that a machine that slows down or speeds up meanwhile
+        favours neither.
+        """
+        plain: list[float] = []
+        prepared: list[float] = []
+        for times, variant in ((plain, None), (prepared, prepare), (prepared, prepare), (plain, None)):
+            times += self.sample_ms(variant, autocast, repeats=4)
+        return Timing(*summarize(plain)), Timing(*summarize(prepared))
+
+    def _sample_ms(
+        self,
+        prepare: Callable[[pl.LightningModule, Any], Any] | None,
+        autocast: torch.dtype | None,
+        warmup: int,
+        repeats: int,
+    ) -> list[float]:
         if self.device.type == "cuda":
             torch.cuda.init()  # before that its random state can't be kept
         with random_state_kept(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # Lightning warns that `self.log` has no Trainer, which is the point here
             module = copy.deepcopy(self.module).to(self.device).train()
-            batch = prepare(module, pl.utilities.move_data_to_device(copy.deepcopy(self.batch), self.device))
+            batch = pl.utilities.move_data_to_device(copy.deepcopy(self.batch), self.device)
+            if prepare is not None:
+                batch = prepare(module, batch)
             takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
 
             def step() -> None:

@@ -24,7 +24,7 @@ from fasttrain.callbacks.channels_last.layout import convolutions_to_change, ima
 from fasttrain.callbacks.channels_last.reference import TOLERANCE, reference
 from fasttrain.environment import Hardware
 from fasttrain.errors import DataError, OptimizationError
-from fasttrain.measure import StepProbe, Timing
+from fasttrain.measure import StepProbe
 from fasttrain.optimization import Applies, Change, Context, ExampleBatch, Refuses
 
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
@@ -243,14 +243,13 @@ def check(module: pl.LightningModule, data: pl.LightningDataModule | None, **con
 
 def probe_times(monkeypatch: pytest.MonkeyPatch, plain: float, ours: float) -> list[Any]:
     """Let the probe say that the plain step takes `plain` ms, and ours `ours`; return its calls."""
-    times, calls = iter([plain, ours]), []
+    calls: list[Any] = []
 
-    def timed(self: StepProbe, prepare: Any = None, **options: Any) -> Timing:
-        calls.append((prepare is not None, options))
-        value = next(times)
-        return Timing(value, value, value, 7)
+    def timed(self: StepProbe, prepare: Any = None, autocast: Any = None, **options: Any) -> list[float]:
+        calls.append((prepare is not None, autocast))
+        return [plain if prepare is None else ours]
 
-    monkeypatch.setattr(StepProbe, "__call__", timed)
+    monkeypatch.setattr(StepProbe, "sample_ms", timed)
     return calls
 
 
@@ -258,7 +257,7 @@ def test_it_applies_where_it_measures_faster(monkeypatch: pytest.MonkeyPatch) ->
     calls = probe_times(monkeypatch, 10.0, 5.0)
     verdict = check(Classifier(), Data())
     assert verdict == Applies("1 convolution weights; measured 5 ms a step against 10 (2.00 times)")
-    assert [ours for ours, _ in calls] == [False, True]
+    assert [ours for ours, _ in calls] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("ours", "gain"), [(9.9, "+1%"), (10.0, "+0%"), (12.0, "-20%")])
@@ -274,7 +273,7 @@ def test_it_measures_in_the_runs_precision(monkeypatch: pytest.MonkeyPatch) -> N
     calls = probe_times(monkeypatch, 10.0, 5.0)
     context = Context(Classifier(), Data(), CPU, precision="bf16-mixed", example=ExampleBatch(Data()))
     ChannelsLastOptimization(ChannelsLastConfig()).check(context)
-    assert [options["autocast"] for _, options in calls] == [torch.bfloat16] * 2
+    assert [autocast for _, autocast in calls] == [torch.bfloat16] * 4
 
 
 def test_a_real_measurement_gives_a_verdict_with_times() -> None:

@@ -22,7 +22,7 @@ from fasttrain.callbacks import CATALOGUE
 from fasttrain.clock import RunClock
 from fasttrain.config import TrainerConfig
 from fasttrain.environment import Hardware
-from fasttrain.measure import StepProbe, Timing
+from fasttrain.measure import StepProbe
 from fasttrain.optimization import Applies, Context, ExampleBatch, Optimization, Refuses, Stage
 from fasttrain.plan import make_plan, requested
 from fasttrain.randomness import random_state
@@ -109,14 +109,12 @@ def flags() -> dict[str, Any]:
 
 @pytest.fixture
 def each_probe_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variant measures faster than the one before, so that what is optional is chosen."""
-    times = (1000.0 * 0.5**count for count in itertools.count())
+    """Whatever differs from the plain fp32 step measures faster, so that what is optional is chosen."""
 
-    def timed(self: StepProbe, *arguments: Any, **options: Any) -> Timing:
-        value = next(times)
-        return Timing(value, value, value, 7)
+    def timed(self: StepProbe, prepare: Any = None, autocast: Any = None, **options: Any) -> list[float]:
+        return [100.0 if prepare is None and autocast is None else 50.0]
 
-    monkeypatch.setattr(StepProbe, "__call__", timed)
+    monkeypatch.setattr(StepProbe, "sample_ms", timed)
 
 
 def test_the_catalogue_names_every_room_by_its_own_name() -> None:

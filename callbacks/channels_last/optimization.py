@@ -14,8 +14,8 @@ from fasttrain.callbacks.channels_last.layout import (
     is_channels_last,
     to_channels_last,
 )
-from fasttrain.errors import FasttrainError, OptimizationError
-from fasttrain.measure import AUTOCAST, StepProbe
+from fasttrain.errors import OptimizationError
+from fasttrain.measure import AUTOCAST, StepProbe, ms_text
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
 from fasttrain.trainer import transform_batches
 
@@ -100,15 +100,10 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
             return batch_to_channels_last(batch)
 
         try:
-            plain, ours = probe(autocast=autocast), probe(convert, autocast=autocast)
-        except FasttrainError:
-            raise
-        except Exception as error:  # the user's step may need a Trainer, which a probe has not
-            return Refuses(
-                f"the step could not be measured outside of a Trainer ({type(error).__name__}: {error}); "
-                "set optimizations.channels_last.measure=false to use it unmeasured"
-            )
-        times = f"{ours.median_ms:.3g} ms a step against {plain.median_ms:.3g}"
+            plain, ours = probe.compare(convert, autocast)
+        except OptimizationError as error:
+            return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
+        times = f"{ms_text(ours.median_ms)} ms a step against {ms_text(plain.median_ms)}"
         gain = 1 - ours.median_ms / plain.median_ms
         if gain < self.config.least_gain:
             return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {self.config.least_gain:+.0%} wanted)")

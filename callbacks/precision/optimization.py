@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fasttrain.callbacks.precision.choice import FP32, fastest_precision
-from fasttrain.errors import ConfigError, FasttrainError, OptimizationError, nearest
-from fasttrain.measure import AUTOCAST
+from fasttrain.errors import ConfigError, OptimizationError, nearest
+from fasttrain.measure import AUTOCAST, ms_text
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
 
 
@@ -48,19 +48,11 @@ class PrecisionOptimization(Optimization[PrecisionConfig]):
             return Refuses("there is no batch to measure with; set trainer.precision instead")
         try:
             batch = context.example()
+            timed = fastest_precision(context.module, batch, context.hardware, self.config.allowed)
         except OptimizationError as error:
             return Refuses(f"{error}; set trainer.precision instead")
-        try:
-            timed = fastest_precision(context.module, batch, context.hardware, self.config.allowed)
-        except FasttrainError:
-            raise
-        except Exception as error:  # the user's step may need a Trainer, which a probe has not
-            return Refuses(
-                f"the step could not be measured outside of a Trainer ({type(error).__name__}: {error}); "
-                "set trainer.precision instead"
-            )
         times = {candidate.name: timing.median_ms for candidate, timing in timed}
-        words = ", ".join(f"{name} {ms:.3g} ms" for name, ms in times.items())
+        words = ", ".join(f"{name} {ms_text(ms)} ms" for name, ms in times.items())
         best = self._choose(times)
         if best == FP32.name:
             return Refuses(f"fp32 is the fastest here, or as fast: {words} a step")
