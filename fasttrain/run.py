@@ -7,6 +7,7 @@ from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Context, ExampleBatch
 from fasttrain.plan import Catalogue, Plan, make_plan, requested
+from fasttrain.quiet import quiet_libraries
 from fasttrain.recipe import Recipe, build
 
 
@@ -30,16 +31,17 @@ def prepare(resolved: Resolved, catalogue: Catalogue, hardware: Hardware | None 
     """
     wanted, off = requested(resolved.config.optimizations, catalogue)
     hardware = hardware or Hardware.of_accelerator(resolved.config.trainer.accelerator)
-    recipe = build(resolved)
-    context = Context(
-        recipe.module,
-        recipe.data,
-        hardware,
-        precision=resolved.config.trainer.precision,
-        asked_for=frozenset(optimization.name for optimization in wanted),
-        example=ExampleBatch(recipe.data),
-    )
-    plan = make_plan(wanted, context, off)
+    with quiet_libraries():
+        recipe = build(resolved)
+        context = Context(
+            recipe.module,
+            recipe.data,
+            hardware,
+            precision=resolved.config.trainer.precision,
+            asked_for=frozenset(optimization.name for optimization in wanted),
+            example=ExampleBatch(recipe.data),
+        )
+        plan = make_plan(wanted, context, off)
     if plan.refused and resolved.config.refused_optimizations == "error":
         lines = "; ".join(
             f"{entry.optimization.name}: {getattr(entry.verdict, 'reason', '')}" for entry in plan.refused

@@ -59,6 +59,11 @@ class StopAtTarget(pl.Callback):
         if self.reached_at is not None and self.target.stop:
             trainer.should_stop = True
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop before the first step of a resumed run whose target was reached already."""
+        if self.reached_at is not None and self.target.stop:
+            trainer.should_stop = True
+
     def state_dict(self) -> dict[str, Any]:
         """Return the scores and where the target was reached."""
         return {"scores": [list(pair) for pair in self.scores], "reached_at": self.reached_at}
@@ -66,4 +71,6 @@ class StopAtTarget(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from them."""
         self.scores = [(int(step), float(score)) for step, score in state_dict["scores"]]
-        self.reached_at = state_dict["reached_at"]
+        # Where the target was raised since, the old one's moment means nothing.
+        still = self.best is not None and self.is_reached_by(self.best)
+        self.reached_at = state_dict["reached_at"] if still else None

@@ -177,6 +177,16 @@ def test_stopped_after_an_epoch_and_resumed(recipe: Path, tmp_path: Path) -> Non
     assert all(torch.equal(value, weights(resumed.folder)[name]) for name, value in weights(whole.folder).items())
 
 
+def test_a_run_that_reached_its_target_stops_at_once_when_resumed(recipe: Path, tmp_path: Path) -> None:
+    first = run(recipe, tmp_path / "run", "loggers=[]")
+    again = run(first.folder / "config.yaml", tmp_path, resume=first.folder)
+    for key in ("status", "steps", "samples", "quality", "reached_at"):
+        assert again.result[key] == first.result[key], key
+    more = run(first.folder / "config.yaml", tmp_path, "target.value=1.5", "trainer.max_epochs=3", resume=first.folder)
+    assert (more.result["status"], more.result["reached_at"]) == ("finished", None)
+    assert more.result["steps"] > first.result["steps"]
+
+
 def test_the_saved_configuration_trains_the_same(recipe: Path, tmp_path: Path) -> None:
     first = run(recipe, tmp_path / "first", *NEVER, "trainer.max_epochs=1", "module.betas.1=0.95", "data.batch_size=8")
     second = run(first.folder / "config.yaml", tmp_path / "second")

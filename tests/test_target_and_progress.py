@@ -125,10 +125,13 @@ def test_the_sanity_check_is_no_evaluation() -> None:
 
 def test_scores_go_on_after_a_resume() -> None:
     first = StopAtTarget(TargetConfig("map", 0.5))
-    first.scores, first.reached_at = [(3, 0.1)], {"step": 3}
+    first.scores, first.reached_at = [(3, 0.6)], {"step": 3}
     second = StopAtTarget(TargetConfig("map", 0.5))
     second.load_state_dict(first.state_dict())
     assert (second.scores, second.reached_at) == (first.scores, first.reached_at)
+    raised = StopAtTarget(TargetConfig("map", 0.7))
+    raised.load_state_dict(first.state_dict())
+    assert (raised.scores, raised.reached_at) == (first.scores, None)
 
 
 def test_ranks_decide_by_the_first_ranks_score() -> None:

@@ -84,7 +84,8 @@ class DetectionData(pl.LightningDataModule):
         """Generate the set if no other is given; a second time finds it in the cache."""
         if self.config.train_images is None:
             # Drawn on standard error, in a terminal only, and taken away again: a run's own output begins after it.
-            with Progress(console=Console(stderr=True), transient=True) as bar:
+            console = Console(stderr=True)
+            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
                 task = bar.add_task("drawing the generated set", total=None, visible=False)
                 generate(
                     self._cache_folder(),
