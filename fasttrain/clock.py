@@ -1,8 +1,6 @@
 """Where a run's wall time goes: waiting for data, copying it to the device, stepping, evaluating, checkpointing."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning.pytorch.profilers import Profiler
 
@@ -34,15 +32,6 @@ class RunClock(Profiler):
         part = self._part(action_name)
         if part is not None and (begun := self._begun.pop(part, None)) is not None:
             self.seconds[part] += time.perf_counter() - begun
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Count everything inside as evaluation."""
-        self.begin_evaluation()
-        try:
-            yield
-        finally:
-            self.end_evaluation()
 
     def begin_evaluation(self) -> None:
         """From here on everything is evaluation."""

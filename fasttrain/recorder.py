@@ -40,6 +40,7 @@ class RunRecorder(pl.Callback):
         self.start_up_seconds: float | None = None
         self.throughput: float | None = None
         """Samples a second over the last logging interval, evaluation and checkpoints left out."""
+        self._count: Callable[[Any], int] = samples_in
         self._earlier: dict[str, float] = {}
         self._window: tuple[int, float, float] | None = None  # samples, now, seconds spent outside of training
         self._window_step = 0
@@ -57,11 +58,13 @@ class RunRecorder(pl.Callback):
         return parts
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ask every optimization what it changed.
+        """Ask the module how it counts, and every optimization what it changed.
 
         Raises:
             OptimizationError: one that applies has changed nothing.
         """
+        if isinstance(pl_module, CountsSamples):
+            self._count = pl_module.samples_in
         for optimization in self.plan.applying:
             if not optimization.applied():
                 raise OptimizationError(
@@ -75,8 +78,7 @@ class RunRecorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count; at the logging interval, log the throughput since the last time."""
-        count = pl_module.samples_in(batch) if isinstance(pl_module, CountsSamples) else samples_in(batch)
-        self.samples += count * trainer.world_size
+        self.samples += self._count(batch) * trainer.world_size
         # While gradients are accumulated several batches end at one step.
         if trainer.global_step != self._window_step and trainer.global_step % logging_interval(trainer) == 0:
             self._window_step = trainer.global_step

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from fasttrain.config import TrainerConfig
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.optimization import Attachment
+from fasttrain.sections import import_class
 
 BatchTransform = Callable[[Any], Any]
 
@@ -82,8 +83,6 @@ def make_loggers(names: Sequence[Any], folder: str) -> list[Logger]:
         elif item == "csv":
             loggers.append(CSVLogger(folder, name="", version="csv"))
         elif isinstance(item, (dict, DictConfig)) and "class" in item:
-            from fasttrain.sections import import_class
-
             arguments = {str(key): value for key, value in dict(_plain(item)).items() if key != "class"}
             logger_class = import_class(str(item["class"]), "loggers")
             try:

@@ -26,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     # The tests' tensors are small, and two threads on cores that others use too wait for each other most of the time.
+    # Forked processes, besides, must not use their parent's OpenMP threads.
     torch.set_num_threads(1)
 
 

@@ -3,11 +3,10 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from fasttrain import __version__
@@ -30,13 +29,11 @@ Run = Callable[..., Said]
 @pytest.fixture
 def fasttrain(
     capsys: pytest.CaptureFixture[str], foreign_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Run]:
+) -> Run:
     """Run a command in an empty folder, with a recipe of the foreign project beside it as shapes.yaml."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("COLUMNS", "200")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a network trains slower on several
     shutil.copy(foreign_project / "shapes.yaml", tmp_path)
 
     def run(*arguments: str) -> Said:
@@ -49,8 +46,7 @@ def fasttrain(
         printed = capsys.readouterr()
         return Said(code, printed.out, printed.err)
 
-    yield run
-    torch.set_num_threads(threads)
+    return run
 
 
 def row(out: str, key: str) -> list[str]:

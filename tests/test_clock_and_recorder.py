@@ -103,12 +103,13 @@ def test_the_clock_alone() -> None:
     clock.start("something else")
     clock.stop("something else")
     assert set(clock.seconds.values()) == {0}
-    with clock.evaluation():
-        clock.start("[Strategy]X.batch_to_device")
-        clock.stop("[Strategy]X.batch_to_device")
-        clock.start("save_checkpoint")
-        clock.stop("save_checkpoint")
-        time.sleep(0.002)
+    clock.begin_evaluation()
+    clock.start("[Strategy]X.batch_to_device")
+    clock.stop("[Strategy]X.batch_to_device")
+    clock.start("save_checkpoint")
+    clock.stop("save_checkpoint")
+    time.sleep(0.002)
+    clock.end_evaluation()
     assert clock.seconds["evaluation"] >= 0.002
     assert clock.seconds["host_to_device"] == clock.seconds["checkpoint"] == 0, "counted once, as evaluation"
     clock.start("[Strategy]X.batch_to_device")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +48,6 @@ def plain_trainer(**options: Any) -> L.Trainer:
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         **{"enable_checkpointing": False, **options},
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So small a network trains slower on several threads, many times so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

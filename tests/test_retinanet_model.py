@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -35,15 +34,6 @@ SMALL = RetinaNetConfig(
     head_depth=2,
     head_norm="group",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    # Layers this small lose more to waiting for a second thread than it gains them.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def resnet18_config(**changes: Any) -> RetinaNetConfig:

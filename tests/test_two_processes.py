@@ -1,7 +1,6 @@
 """Two processes: each sample once an epoch, evaluation without padding, one checkpoint, the same weights."""
 
 import json
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,15 +85,6 @@ class Tells(pl.Callback):
             "samples": self.recorder.samples,
         }
         (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(told))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """A forked process must not use its parent's OpenMP threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fit(folder: Path, *callbacks: pl.Callback, resume: bool = False, **options: Any) -> list[dict[str, Any]]:

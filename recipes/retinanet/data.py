@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from fasttrain.environment import usable_cores
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
@@ -171,8 +172,6 @@ class DetectionData(pl.LightningDataModule):
         return counts
 
     def _loader(self, split: str, order: EpochOrder, batch_size: int, drop_last: bool) -> ResumableLoader:
-        from fasttrain.environment import usable_cores
-
         cores = usable_cores()
         workers = self.config.num_workers
         if workers is None:

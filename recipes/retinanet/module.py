@@ -18,6 +18,7 @@ from fasttrain.recipes.retinanet.pictures import contact_sheet, draw_detections
 from fasttrain.trainer import optimizer_steps_per_epoch
 
 Batch = Mapping[str, Tensor]
+SAMPLES = 12
 SAMPLE_SCORE = 0.3  # detections below it clutter a picture
 
 
@@ -88,13 +89,13 @@ class RetinaNetTraining(pl.LightningModule):
 
     def draw_samples(self, data: pl.LightningDataModule, folder: Path) -> None:
         """Draw detections on images of the validation set: one PNG an image, and a contact sheet of them."""
-        batch = next(iter(data.val_dataloader()))
+        batch = {name: values[:SAMPLES] for name, values in next(iter(data.val_dataloader())).items()}
         self.eval()
         with torch.no_grad():
-            detections = self.model.to(self.device).detect(self.model(batch["images"].to(self.device)))
+            detections = self.model.detect(self.model(batch["images"].to(self.device)))
         names = getattr(data, "class_names", ())
         pictures = []
-        for index in range(min(12, len(batch["images"]))):
+        for index in range(len(batch["images"])):
             boxes, scores, labels = (part[index].cpu() for part in detections[:3])
             good = scores >= SAMPLE_SCORE
             pictures.append(
