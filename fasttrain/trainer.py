@@ -120,6 +120,16 @@ def transform_batches(trainer: pl.Trainer, transform: BatchTransform) -> None:
         transforms.append(transform)
 
 
+def changes_only_layout(trainer: pl.Trainer) -> bool:
+    """Whether what `transform_batches` was given leaves all values as they are.
+
+    A transform says so by an attribute `changes_only_layout`.
+    """
+    transforms = vars(trainer.strategy).get("_fasttrain_transforms") or []
+    is_patched = "batch_to_device" in vars(trainer.strategy)
+    return (not is_patched or bool(transforms)) and all(getattr(t, "changes_only_layout", False) for t in transforms)
+
+
 def validation_is_due(trainer: pl.Trainer) -> bool:
     """Whether Lightning will validate right after the batch that is ending."""
     fit_loop = trainer.fit_loop

@@ -4,14 +4,13 @@ Source of the method: PyTorch's channels_last memory format, used throughout NVI
 whose tensor-core convolutions take NHWC and transpose anything else.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
-from copy import copy
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fasttrain.batches import map_tensors, tensors_in
 from fasttrain.optimization import Change
 
 CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
@@ -58,47 +57,24 @@ def batch_to_channels_last(batch: Any) -> Any:
 
     Looks into mappings, sequences, named tuples and dataclasses; everything else is handed on as it is.
     """
-    if isinstance(batch, Tensor):
-        return batch.contiguous(memory_format=torch.channels_last) if is_image(batch) else batch
-    if isinstance(batch, Mapping):
-        made = {key: batch_to_channels_last(value) for key, value in batch.items()}
-        if type(batch) is dict:
-            return made
-        if not isinstance(batch, MutableMapping):
-            return type(batch)(made)  # type: ignore[call-arg]
-        other = copy(batch)  # a subclass of dict may need more than its items to be made
-        other.update(made)
-        return other
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(batch_to_channels_last(value) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(batch_to_channels_last(value) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(
-            batch, **{f.name: batch_to_channels_last(getattr(batch, f.name)) for f in fields(batch) if f.init}
-        )
-    return batch
+    return map_tensors(batch, _image_to_channels_last)
+
+
+batch_to_channels_last.changes_only_layout = True  # type: ignore[attr-defined]
 
 
 def images_in(batch: Any) -> Iterable[Tensor]:
     """Yield the tensors of a batch that `batch_to_channels_last` would convert."""
-    if isinstance(batch, Tensor):
-        if is_image(batch):
-            yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from images_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from images_in(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from images_in(getattr(batch, field.name))
+    return filter(is_image, tensors_in(batch))
 
 
 def is_image(tensor: Tensor) -> bool:
     """Whether a tensor is a batch of images or feature maps: 4-d, of two channels or more, floating or uint8."""
     return tensor.dim() == 4 and tensor.shape[1] > 1 and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
+
+
+def _image_to_channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if is_image(tensor) else tensor
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:
