@@ -3,6 +3,7 @@
     check(context)  -> Applies or Refuses   pure: nothing is changed before every answer is in
     attach(context) -> Attachment           what goes into the Trainer; the model and data it changed, if it did so
     applied()       -> changes              by path and count, read once training has begun; empty is an error
+    outcome()       -> tables               what happened over the run, for its report; most rooms have none
 
 A room's own tests and users call its body directly, without any of this.
 """
@@ -57,6 +58,39 @@ class Change:
     path: str
     what: str
     count: int = 1
+
+
+Cell = str | int | float
+
+
+@dataclass(frozen=True)
+class Table:
+    """What an optimization tells in a run's report, by rows; a number that was not measured is NaN.
+
+    Columns of numbers are set right-aligned, so a unit belongs in the column's name and not in its cells.
+
+    Raises:
+        ValueError: a row has not one cell for each column, or a cell is neither a text nor a number of Python's own.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for number, row in enumerate(self.rows, start=1):
+            if len(row) != len(self.columns):
+                raise ValueError(
+                    f"table '{self.title}', row {number} has {len(row)} cells for {len(self.columns)} columns "
+                    f"({', '.join(self.columns)}); give one for each, and math.nan for a number that is unknown."
+                )
+            for name, cell in zip(self.columns, row, strict=True):
+                if isinstance(cell, bool) or not isinstance(cell, (str, int, float)):
+                    raise ValueError(
+                        f"table '{self.title}', row {number}: {name} is {cell!r}, a {type(cell).__name__}; give a str, "
+                        "an int or a float."
+                    )
 
 
 @dataclass(frozen=True)
@@ -158,3 +192,13 @@ class Optimization(ABC, Generic[C]):
     @abstractmethod
     def applied(self) -> Sequence[Change]:
         """Return what was changed; asked for once training has begun."""
+
+    def outcome(self) -> Sequence[Table]:
+        """Return what happened over the run; asked for when it has ended, however it ended, if training had begun.
+
+        Lightning has called the callback's `teardown`, or `on_exception` in its place, and the device may be in an
+        error state: tell it from values kept on the host.
+        Of several processes only the first is asked: nothing collective. A resumed run's tables take the place of its
+        earlier part's, so counts over the whole run go through the callback's `state_dict`.
+        """
+        return ()

@@ -72,6 +72,22 @@ class Plan:
                  for name in self.off]  # fmt: skip
         return {"optimizations": rows}
 
+    def outcome(self) -> dict[str, Any]:
+        """Return what `optimizations.json` holds: the tables of each applying optimization that has any.
+
+        One that fails to give them is listed with its error: the run is over, and the others have theirs to tell.
+        """
+        rows: list[dict[str, Any]] = []
+        for optimization in self.applying:
+            tables, error = [], None
+            try:
+                tables = [asdict(table) for table in optimization.outcome()]
+            except Exception as failure:  # whatever it is, it must not take the place of the error that ended the run
+                error = f"{type(failure).__name__}: {failure}"
+            if tables or error:
+                rows.append({"name": optimization.name, "tables": tables, "error": error})
+        return {"optimizations": rows}
+
 
 def data_module(attachments: Iterable[Attachment], own: pl.LightningDataModule) -> pl.LightningDataModule:
     """Return the last data module that an optimization put in the place of the recipe's `own`, or that."""

@@ -50,6 +50,11 @@ class RunRecorder(pl.Callback):
         """Wall seconds since the run began, those before a resume included."""
         return self._earlier.get("seconds", 0.0) + time.perf_counter() - self.started
 
+    @property
+    def training_began(self) -> bool:
+        """Whether every optimization has acted and the first step was about to be taken."""
+        return self.start_up_seconds is not None
+
     def breakdown(self) -> dict[str, float]:
         """Return the seconds of each part; `other` is what none of them holds: hooks, loggers, teardown."""
         parts = {part: self._earlier.get(part, 0.0) + self.clock.seconds[part] for part in PARTS}

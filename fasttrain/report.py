@@ -17,7 +17,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fasttrain.run_summary import NOT_REACHED, UNKNOWN, RunSummary, Target, first_number, text_of
+from fasttrain.run_summary import (
+    NOT_REACHED,
+    UNKNOWN,
+    Cell,
+    OutcomeTable,
+    RunSummary,
+    Target,
+    first_number,
+    text_of,
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,25 @@ def plan_table(run: RunSummary) -> TextTable:
     return TextTable("Optimizations", ("name", "verdict", "grade", "stage", "why, and what changed"), "lllll", rows)
 
 
+def outcome_tables(run: RunSummary) -> list[TextTable]:
+    """Return what each optimization told at the run's end; a column of numbers is right-aligned."""
+    return [_outcome_table(table) for table in run.outcome_tables]
+
+
+def _outcome_table(table: OutcomeTable) -> TextTable:
+    numbers = [bool(table.rows) and not any(isinstance(row[i], str) for row in table.rows)
+               for i in range(len(table.columns))]  # fmt: skip
+    rows = tuple(tuple(map(_cell_text, row)) for row in table.rows)
+    title = ": ".join(filter(None, (table.optimization, table.title)))
+    return TextTable(title, table.columns, "".join("r" if number else "l" for number in numbers), rows, table.note)
+
+
+def _cell_text(cell: Cell) -> str:
+    if isinstance(cell, str):
+        return cell
+    return f"{cell:,}" if isinstance(cell, int) else format_number(cell)
+
+
 def comparison_table(runs: Sequence[RunSummary]) -> TextTable:
     """Return one row per run, in the order given; what is the same for all of several runs moves to the note."""
     columns: dict[str, list[str]] = {
@@ -291,6 +319,7 @@ def print_report(runs: Sequence[RunSummary], console: Console | None = None) -> 
             console.print(Text(f"! {problem}", style="yellow"))
         tables = TextTable("", ("", ""), "ll", tuple(facts(run))), breakdown_table(run), plan_table(run)
         print_tables((table for table in tables if table.rows), console)
+        print_tables(outcome_tables(run), console)
     if len(runs) > 1:
         print_tables((comparison_table(runs), *seed_tables(runs)), console)
 

@@ -26,6 +26,9 @@ RUN_FILES = {
 }
 """The files of a run folder, and what a report can't say without each."""
 
+OPTIONAL_FILES = {"optimizations.json": "what the optimizations told of the run is unknown"}
+"""Files that a run leaves only if there is something in them, and what a report can't say where one is damaged."""
+
 UNKNOWN = "—"
 
 NOT_REACHED = ("finished", "interrupted", "failed")
@@ -72,6 +75,21 @@ class PlannedOptimization:
     changes: tuple[str, ...]
 
 
+Cell = str | float | None
+"""A text, or a number that may be unknown."""
+
+
+@dataclass(frozen=True)
+class OutcomeTable:
+    """What one optimization told at the run's end; each row has one cell for each column."""
+
+    optimization: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str
+
+
 @dataclass(frozen=True)
 class Curve:
     """One logged number over the run, by rising step; of a step that was run again after a resume, the last."""
@@ -102,6 +120,7 @@ class RunSummary:
     bad_samples: Mapping[str, Any]
     environment: Mapping[str, Any]
     optimizations: tuple[PlannedOptimization, ...] | None
+    outcome_tables: tuple[OutcomeTable, ...]
     config: Mapping[str, Any]
     config_text: str
     curves: Mapping[str, Curve]
@@ -119,6 +138,7 @@ def load_run(path: Path) -> RunSummary:
     problems: list[str] = []
     result = _read_mapping(path / "result.json", problems)
     plan = _read_mapping(path / "plan.json", problems)
+    outcome_tables = _outcome_tables(_read_mapping(path / "optimizations.json", problems), problems)
     environment = _read_mapping(path / "environment.json", problems)
     config = _read_mapping(path / "config.yaml", problems)
     curves = _read_metrics(path / "metrics.csv", problems)
@@ -142,6 +162,7 @@ def load_run(path: Path) -> RunSummary:
         bad_samples=_mapping(result.get("bad_samples")),
         environment=environment,
         optimizations=tuple(map(_optimization, _list(plan["optimizations"]))) if "optimizations" in plan else None,
+        outcome_tables=outcome_tables,
         config=config,
         config_text=_read_text(path / "config.yaml"),
         curves=curves,
@@ -172,9 +193,10 @@ def _read_text(path: Path) -> str:
 
 
 def _read_mapping(path: Path, problems: list[str]) -> dict[str, Any]:
-    loss = RUN_FILES[path.name]
+    loss = (RUN_FILES | OPTIONAL_FILES)[path.name]
     if not path.is_file():
-        problems.append(f"{path.name} is missing: {loss}.")
+        if path.name in RUN_FILES:
+            problems.append(f"{path.name} is missing: {loss}.")
         return {}
     text = _read_text(path)
     try:
@@ -293,6 +315,39 @@ def _optimization(value: Any) -> PlannedOptimization:
         text_of(line.get(k)) for k in ("name", "verdict", "reason", "stage", "grade")
     )
     return PlannedOptimization(name, verdict, reason, stage, grade, _changes(line.get("changes")))
+
+
+def _outcome_tables(record: Mapping[str, Any], problems: list[str]) -> tuple[OutcomeTable, ...]:
+    if record and not isinstance(record.get("optimizations"), list):
+        problems.append(f"optimizations.json holds no tables: {OPTIONAL_FILES['optimizations.json']}.")
+    tables: list[OutcomeTable] = []
+    damaged = 0
+    for told in map(_mapping, _list(record.get("optimizations"))):
+        name, error = text_of(told.get("name")) or "an optimization without a name", text_of(told.get("error"))
+        if error:
+            problems.append(f"{name} failed to tell what it did over the run: {error}")
+        found = [_outcome_table(name, value) for value in _list(told.get("tables"))]
+        tables += filter(None, found)
+        damaged += found.count(None)
+    if damaged:
+        problems.append(f"optimizations.json: tables that are damaged and left out: {damaged}.")
+    return tuple(tables)
+
+
+def _outcome_table(optimization: str, value: Any) -> OutcomeTable | None:
+    """Return the table, or None where one row doesn't fit: its other numbers may stand in the wrong columns too."""
+    table = _mapping(value)
+    columns, rows = table.get("columns"), table.get("rows")
+    if not isinstance(columns, list) or not isinstance(rows, list) or not all(isinstance(c, str) for c in columns):
+        return None
+    if not all(isinstance(row, list) and len(row) == len(columns) and all(map(_is_cell, row)) for row in rows):
+        return None
+    title, note = text_of(table.get("title")), text_of(table.get("note"))
+    return OutcomeTable(optimization, title, tuple(columns), tuple(map(tuple, rows)), note)
+
+
+def _is_cell(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool))
 
 
 def _changes(value: Any) -> tuple[str, ...]:

@@ -100,9 +100,10 @@ class Session:
         try:
             self.metrics.save()
             self.folder.write_json("result.json", self.result)
+            self._write_outcome()
             self._write_pictures(status)
         except Exception as failure:  # whatever it is, it must not take the place of the error that ended the run
-            self.console.print("not written:", failure, style="yellow", highlight=False, markup=False)
+            self._not_written(failure)
         if not self.quiet and self.recorder is not None:
             for line in summary_lines(self.result, self.folder.path):
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -134,6 +135,23 @@ class Session:
     def _write_plan(self, record: dict[str, Any]) -> None:
         if self.first:
             self.folder.write_json("plan.json", record)
+
+    def _write_outcome(self) -> None:
+        """Write what the optimizations tell of the run; what an earlier part told stays if this one never trained.
+
+        It has a file of its own: plan.json is whole since training began, and a run may be ending on a full disk.
+        """
+        if self.recorder is None or not self.recorder.training_began:
+            return
+        record = self.recorder.plan.outcome()
+        if record["optimizations"] or (self.folder.path / "optimizations.json").exists():
+            self.folder.write_json("optimizations.json", record)
+        for told in record["optimizations"]:
+            if told["error"]:
+                self._not_written(f"what {told['name']} did over the run: {told['error']}")
+
+    def _not_written(self, what: object) -> None:
+        self.console.print("not written:", what, style="yellow", highlight=False, markup=False)
 
     def _interrupted(self) -> None:
         self.resume_point.interrupt()

@@ -1,5 +1,6 @@
 """The plan: every optimization is asked first, conflicts are settled, the rest is ordered; only then does one act."""
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fasttrain.optimization import (
     Optimization,
     Refuses,
     Stage,
+    Table,
     Verdict,
 )
 from fasttrain.plan import Catalogue, in_order, make_plan, requested
@@ -159,6 +161,47 @@ def test_record() -> None:
     assert with_changes[0]["changes"] == [{"path": "net", "what": "done", "count": 1}]
     assert with_changes[2]["changes"] == [], "what was refused changed nothing"
     assert (rows[1]["stage"], rows[1]["grade"]) == ("capture", "same numbers")
+
+
+def test_what_they_tell_at_the_end() -> None:
+    class Tells(room("tells")):  # type: ignore[misc]
+        def outcome(self) -> Sequence[Table]:
+            return [Table("graphs", ("input", "hits"), [("8x3", 2)], "Two.")]
+
+    class Fails(room("fails")):  # type: ignore[misc]
+        def outcome(self) -> Sequence[Table]:
+            return [Table("graphs", ("input", "hits"), [("8x3",)])]
+
+    class Refused(room("refused", verdict=Refuses("no GPU"))):  # type: ignore[misc]
+        def outcome(self) -> Sequence[Table]:
+            raise AssertionError("one that is refused has nothing to tell")
+
+    plan = make_plan(ask(Fails, room("silent"), Tells, Refused), context())
+    fails, tells = plan.outcome()["optimizations"]
+    assert (fails["name"], fails["tables"]) == ("fails", [])
+    assert fails["error"].startswith("ValueError: table 'graphs', row 1 has 1 cells ")
+    assert json.loads(json.dumps(tells)) == {
+        "name": "tells",
+        "tables": [{"title": "graphs", "columns": ["input", "hits"], "rows": [["8x3", 2]], "note": "Two."}],
+        "error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (("8x3",), "row 2 has 1 cells for 2 columns (input, hits); give one for each, and math.nan for a number that "
+                   "is unknown."),
+        (("8x3", None), "row 2: hits is None, a NoneType; give a str, an int or a float."),
+        (("8x3", True), "row 2: hits is True, a bool; give a str, an int or a float."),
+        (("8x3", torch.tensor(3)), "row 2: hits is tensor(3), a Tensor; give a str, an int or a float."),
+    ],
+)  # fmt: skip
+def test_a_table_that_no_report_could_show(row: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=r"^table 'graphs', row 2") as caught:
+        Table("graphs", ("input", "hits"), [("4x3", 1), row])
+    said = str(caught.value).removeprefix("table 'graphs', ")
+    assert said == sentence
 
 
 CATALOGUE: Catalogue = {"alpha": room("alpha"), "beta": room("beta")}

@@ -19,6 +19,7 @@ from fasttrain.report import (
     comparison_table,
     format_duration,
     headline,
+    outcome_tables,
     print_report,
     run_labels,
     seed_tables,
@@ -69,6 +70,28 @@ PLAN = {
          "changes": []},
     ]
 }  # fmt: skip
+
+
+OUTCOME: dict[str, Any] = {
+    "optimizations": [
+        {
+            "name": "cuda_graph",
+            "tables": [
+                {
+                    "title": "graphs by input signature",
+                    "columns": ["input signature", "hits", "captures", "step_ms", "last use"],
+                    "rows": [
+                        ["<i>images</i> float32[16, 3, 800, 800] [red]", 12480, 2, 61.2345, "step 9"],
+                        ["images float32[16, 3, 640, 640]", 7, 1, None, "—"],
+                    ],
+                    "note": "2 of 2 <graphs> stayed.",
+                },
+                {"title": "none evicted", "columns": ["input signature", "evictions"], "rows": [], "note": ""},
+            ],
+            "error": None,
+        }
+    ]
+}
 
 
 def write_run(folder: Path, *, seed: int = 1, status: str = "reached_target", quality: float = 0.4123,
@@ -160,6 +183,87 @@ def test_many_changes_of_one_kind_are_one_sentence(run: Path) -> None:
         "channels_last in 1,200 places, from layer0.weight to layer1199.weight",
         "head: fused (5 times)",
     )
+
+
+def test_what_an_optimization_told_is_a_table(run: Path) -> None:
+    (run / "optimizations.json").write_text(json.dumps(OUTCOME))
+    summary = load_run(run)
+    assert summary.problems == ()
+    table, empty = outcome_tables(summary)
+    assert table.title == "cuda_graph: graphs by input signature"
+    assert table.columns == ("input signature", "hits", "captures", "step_ms", "last use")
+    assert table.align == "lrrrl", "numbers to the right, one that is unknown too"
+    assert table.rows[0] == ("<i>images</i> float32[16, 3, 800, 800] [red]", "12,480", "2", "61.2", "step 9")
+    assert table.rows[1][3] == "—"
+    assert table.note == "2 of 2 <graphs> stayed."
+    assert (empty.title, empty.rows) == ("cuda_graph: none evicted", ())
+
+
+def test_what_an_optimization_told_stands_under_the_plan(run: Path, tmp_path: Path) -> None:
+    write_page([load_run(run)], tmp_path / "without.html")
+    console = Console(width=120, record=True, file=io.StringIO())
+    print_report([load_run(run)], console)
+    without = console.export_text()
+    (run / "optimizations.json").write_text(json.dumps(OUTCOME))
+    print_report([load_run(run)], console)
+    text = console.export_text()
+    assert text.startswith(without), "below all that was there before"
+    cells = ("<i>images</i> float32[16, 3, 800, 800] [red]", "12,480", "2", "61.2", "step 9")
+    assert any(tuple(filter(None, map(str.strip, line.split("  ")))) == cells for line in text.splitlines()), text
+    write_page([load_run(run)], tmp_path / "with.html")
+    plain, page = (Page.of(tmp_path / f"{name}.html") for name in ("without", "with"))
+    assert "i" not in page.tags[-60:], "what looks like HTML in a cell stays text"
+    assert (plain.tags.count("table"), page.tags.count("table")) == (2, 4)
+    order = [page.text.index(words) for words in ("this CPU has no bf16", "graphs by input signature", "All numbers")]
+    assert order == sorted(order)
+    assert "2 of 2 <graphs> stayed." in page.text
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"optimizations": [{"na',
+         "optimizations.json is cut short or damaged (at line 1): what the optimizations told of the run is unknown."),
+        ("[1]", "optimizations.json holds no keys and values: what the optimizations told of the run is unknown."),
+        ('{"optimizations": 3}',
+         "optimizations.json holds no tables: what the optimizations told of the run is unknown."),
+        ('{"tables": []}', "optimizations.json holds no tables: what the optimizations told of the run is unknown."),
+        ('{"optimizations": [{"name": "x", "tables": [], "error": "KeyError: 3"}]}',
+         "x failed to tell what it did over the run: KeyError: 3"),
+        ('{"optimizations": [7, {"tables": 3}]}', None),
+    ],
+)  # fmt: skip
+def test_damaged_tables_are_a_problem_and_no_crash(run: Path, content: str, problem: str | None) -> None:
+    (run / "optimizations.json").write_text(content)
+    summary = load_run(run)
+    assert summary.problems == ((problem,) if problem else ())
+    assert summary.outcome_tables == ()
+    print_report([summary], Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        7,
+        {"columns": 3},
+        {"columns": ["a", 3]},
+        {"rows": None},
+        {"rows": [["8x3", 1, 2]]},
+        {"rows": [["8x3", 1], "xy"]},
+        {"rows": [["8x3", [1]]]},
+        {"rows": [["8x3", True]]},
+    ],
+)
+def test_a_damaged_table_is_left_out_and_the_others_shown(run: Path, damage: Any) -> None:
+    good = {"title": "good", "columns": ["input", "hits"], "rows": [["8x3", 1]], "note": ""}
+    bad = good | damage if isinstance(damage, dict) else damage
+    told = {"optimizations": [{"tables": [bad, good]}, {"name": "x", "tables": [good]}]}
+    (run / "optimizations.json").write_text(json.dumps(told))
+    summary = load_run(run)
+    assert summary.problems == ("optimizations.json: tables that are damaged and left out: 1.",)
+    titles = [table.title for table in outcome_tables(summary)]
+    assert titles == ["an optimization without a name: good", "x: good"]
+    print_report([summary], Console(quiet=True))
 
 
 def test_reading_and_tables_load_neither_torch_nor_lightning() -> None:
