@@ -22,6 +22,7 @@ app = typer.Typer(
     [bold]fasttrain fit retinanet[/]                         train a recipe, by name or path
     [bold]fasttrain fit mine.yaml trainer.max_epochs=3[/]    change any value: key=value after the recipe
     [bold]fasttrain explain retinanet[/]                     every value, where it came from, and the plan
+    [bold]fasttrain doctor retinanet[/]                      what keeps the step from being captured as a CUDA graph
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )
@@ -107,9 +108,24 @@ def explain(recipe: RecipeName, overrides: Overrides = None) -> None:
     from fasttrain.run import prepare
 
     resolved = resolve(find_recipe(recipe), overrides or [])
-    # A file or pipe has no width to keep to: values that are searched for or copied stay on one line.
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    show(resolved, prepare(resolved, CATALOGUE).plan, Console(width=wide))
+    show(resolved, prepare(resolved, CATALOGUE).plan, _wide_console())
+
+
+@app.command()
+def doctor(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Find every line that keeps the training step from being captured as a CUDA graph, with the cure.
+
+    Runs the step a few times outside of a fit: .item(), boolean indexing, copies between host and device, host random
+    numbers and the like are named by file and line. Exit status 1 if the step can't be captured whole.
+    """
+    from fasttrain.callbacks.cuda_graph_step.examination import examine
+    from fasttrain.callbacks.cuda_graph_step.sync_finder import UNSEEN_ON_CPU
+    from fasttrain.doctor import doctor as run_doctor
+    from fasttrain.recipe import find_recipe, resolve
+
+    resolved = resolve(find_recipe(recipe), overrides or [])
+    if not run_doctor(resolved, examine, UNSEEN_ON_CPU, _wide_console()):
+        raise typer.Exit(1)
 
 
 @app.command("list")
@@ -198,6 +214,11 @@ def _root(
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+def _wide_console() -> Console:
+    """Return a console; a file or pipe has no width to keep to, so what is searched for or copied stays on one line."""
+    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -1,0 +1,69 @@
+"""How much of a fit's step can be captured, decided by looking at it before the first one."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from fasttrain.callbacks.cuda_graph_step.config import Scope
+from fasttrain.callbacks.cuda_graph_step.frozen_reads import frozen_reads
+from fasttrain.callbacks.cuda_graph_step.hooks import step_hooks
+
+# Lightning calls these after the backward, so that a step captured without its optimizer calls them every time.
+AROUND_THE_OPTIMIZER = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is to be captured: everything, forward and backward, or nothing; and why not more."""
+
+    scope: Scope | None
+    reason: str = ""
+
+
+def why_no_step_can_be_captured(module: pl.LightningModule, trusted: Collection[str] = ()) -> str | None:
+    """Return why a module's `training_step` can't be captured, as far as its code tells; None if nothing speaks
+    against it."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        return (
+            f"{name} optimizes by itself (automatic_optimization=False); capture its parts with "
+            "fasttrain.callbacks.cuda_graph_step.CapturedFunction inside of training_step"
+        )
+    if f"{name}.training_step" in trusted:
+        return None
+    reads = frozen_reads(module.training_step, module)
+    return reads[0].sentence if reads else None
+
+
+def decide(trainer: pl.Trainer, module: pl.LightningModule, scope: Scope, trusted: Collection[str]) -> Decision:
+    """Return how much of the step is captured, from what the user asked for and what stands against it."""
+    if reason := _why_nothing(trainer, module, trusted):
+        return Decision(None, reason)
+    refused = [verdict for verdict in step_hooks(trainer, module, trusted) if not verdict.captured]
+    inside = [verdict for verdict in refused if verdict.hook not in AROUND_THE_OPTIMIZER]
+    if inside:
+        return Decision(None, inside[0].reason)
+    if scope == "fwd_bwd":
+        return Decision("fwd_bwd", "asked for")
+    if refused:
+        return Decision("fwd_bwd", refused[0].reason)
+    return Decision("step")
+
+
+def _why_nothing(trainer: pl.Trainer, module: pl.LightningModule, trusted: Collection[str]) -> str | None:
+    if reason := why_no_step_can_be_captured(module, trusted):
+        return reason
+    strategy = trainer.strategy
+    if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        return (
+            f"the strategy {type(strategy).__name__} does more in a step than Lightning's single-device and DDP "
+            "strategies, which are known to be captured right"
+        )
+    if torch.is_anomaly_enabled():
+        return "anomaly detection looks at every gradient on the host; set detect_anomaly=False"
+    if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        return f"{type(module).__name__} has no single optimizer that takes one step a batch"
+    return None

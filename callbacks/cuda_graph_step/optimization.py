@@ -1,0 +1,46 @@
+"""The plan's door to the graph step."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
+from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
+from fasttrain.callbacks.cuda_graph_step.decide import why_no_step_can_be_captured
+from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+
+
+class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
+    """Captures the training step once everything else is in place."""
+
+    name: ClassVar[str] = "cuda_graph_step"
+    summary: ClassVar[str] = "the whole training step captured as a CUDA graph and replayed"
+    config_class: ClassVar[type[Any]] = CUDAGraphStepConfig
+    stage: ClassVar[Stage] = Stage.CAPTURE
+    grade = "same numbers"
+
+    def __init__(self, config: CUDAGraphStepConfig) -> None:
+        super().__init__(config)
+        self.callback = CUDAGraphStep(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+    def check(self, context: Context) -> Verdict:
+        """Refuse where there are no CUDA graphs, or where the step's code tells that it can't be captured."""
+        if context.hardware.device != "cuda":
+            return Refuses(f"the run is on the {context.hardware.device}, and CUDA graphs need an NVIDIA GPU")
+        reason = why_no_step_can_be_captured(context.module, self.config.trusted)
+        if reason is not None:
+            return Refuses(reason)
+        what = "forward and backward" if self.config.scope == "fwd_bwd" else "the whole step"
+        return Applies(f"{what} captured after {self.config.warm_up} eager steps, and checked against an eager one")
+
+    def attach(self, context: Context) -> Attachment:
+        """Hand over the callback."""
+        return Attachment(callbacks=[self.callback])
+
+    def applied(self) -> Sequence[Change]:
+        """Return what is captured."""
+        return self.callback.changes
+
+    def outcome(self) -> Sequence[Table]:
+        """Return the table of replays, eager steps, captures and evictions."""
+        return [self.callback.table()]

@@ -1,0 +1,118 @@
+"""Whether a replay does what the eager step does: both from the same state, everything that they change compared."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TIMES_THE_NOISE = 4.0
+"""Kernels that add in no fixed order give other bits each time. A replay may differ from an eager step by this many
+times what two eager steps differ from each other, in the tensor where they differ most."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor that came out differently."""
+
+    name: str
+    largest: float
+    """Largest absolute difference; NaN against a number counts as infinite."""
+    relative: float
+    """Norm of the difference over the norm of the eager result."""
+
+    def __str__(self) -> str:
+        return f"{self.name} differs by up to {self.largest:.3g} (relative {self.relative:.3g})"
+
+
+class Snapshot:
+    """Copies of named tensors, to compare with or to go back to."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write the copies back into the tensors of the same names, in place."""
+        for name, copied in self.copies.items():
+            tensors[name].detach().copy_(copied)
+
+    def differences(self, tensors: Mapping[str, Tensor]) -> dict[str, Difference]:
+        """Return the tensors that are not equal to their copies bit for bit (NaN equals NaN), worst first."""
+        found = []
+        for name, copied in self.copies.items():
+            now = tensors[name].detach()
+            if not torch.equal(now, copied) and not _same_bits_or_nan(now, copied):
+                found.append(_difference(name, now, copied))
+        return {each.name: each for each in sorted(found, key=lambda each: -each.relative)}
+
+
+def beyond_noise(replayed: Mapping[str, Difference], noise: Mapping[str, Difference]) -> Difference | None:
+    """Return the worst difference of a replay that the differences of two eager steps do not explain, if there is one.
+
+    Where two eager steps agree bit for bit in everything, the replay must agree in everything.
+    """
+    allowed = TIMES_THE_NOISE * max((each.relative for each in noise.values()), default=0.0)
+    return next((each for each in replayed.values() if each.relative > allowed), None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found."""
+
+    unexplained: Difference | None = None
+    worst_noise: float = 0.0
+    """Largest relative difference between two eager steps; looked for where the replay was not equal bit for bit."""
+    was_made: bool = True
+    """False where there was no memory for it."""
+
+
+def compare_replay(
+    tensors: Callable[[], Mapping[str, Tensor]], eager: Callable[[], None], replay: Callable[[], None]
+) -> Verdict:
+    """Run `eager` and `replay` from the state in which `tensors` are now, and compare.
+
+    The replay's state stays; the eager step's, if the replay's is not explained.
+
+    Args:
+        tensors: named state: everything that the step changes, its outputs included.
+        eager: does the step; must restore the state of random numbers itself, as must `replay`.
+        replay: does the captured step.
+    """
+    before: Snapshot | None = None
+    try:
+        before = Snapshot(tensors())
+        eager()
+        after_eager = Snapshot(tensors())
+    except torch.OutOfMemoryError:
+        if before is not None:
+            before.restore(tensors())
+        replay()
+        return Verdict(was_made=False)
+    before.restore(tensors())
+    replay()
+    differing = after_eager.differences(tensors())
+    if not differing:
+        return Verdict()
+    after_replay = Snapshot(tensors())
+    before.restore(tensors())
+    eager()
+    noise = after_eager.differences(tensors())
+    unexplained = beyond_noise(differing, noise)
+    if unexplained is None:
+        after_replay.restore(tensors())
+    return Verdict(unexplained, max((each.relative for each in noise.values()), default=0.0))
+
+
+def _same_bits_or_nan(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _difference(name: str, now: Tensor, expected: Tensor) -> Difference:
+    difference = (now.double() - expected.double()).abs()
+    difference = torch.where(difference.isnan(), torch.inf, difference)
+    norm = float(expected.double().norm())
+    size = float(difference.norm())
+    return Difference(name, float(difference.max()), size / norm if norm > 0 and norm == norm else float("inf"))

@@ -1,0 +1,118 @@
+"""Which functions are the user's own, and what an object's attributes are, found without running any of its code."""
+
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from torch import nn
+
+LIBRARIES: Final = frozenset({
+    "builtins", "lightning", "lightning_fabric", "lightning_utilities", "numpy", "pytorch_lightning", "torch",
+    "torchaudio", "torchmetrics", "torchvision"
+})  # fmt: skip
+ABSENT: Final[Any] = object()
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """Tells the user's code from libraries': what isn't installed, and what is of one package with the owner."""
+
+    packages: frozenset[str]
+
+    @classmethod
+    def of(cls, *owners: object) -> "UserCode":
+        """Return the judge for objects whose classes may have been installed as a package of the user's."""
+        modules = (base.__module__ for owner in owners for base in type(owner).__mro__)
+        return cls(frozenset(module.partition(".")[0] for module in modules) - LIBRARIES - sys.stdlib_module_names)
+
+    def has(self, function: FunctionType | type) -> bool:
+        """Whether a function or class belongs to the user."""
+        package = (function.__module__ or "").partition(".")[0]
+        if package in self.packages:
+            return True
+        code = getattr(function, "__code__", None)
+        return package not in LIBRARIES and (not isinstance(code, CodeType) or not is_installed(code.co_filename))
+
+    def has_forward_of(self, module: nn.Module) -> bool:
+        """Whether the forward that a call of `module` runs is the user's."""
+        function = plain_function(find_attribute(module, "forward").value)
+        return function is not None and self.has(function)
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a source file belongs to Python or to an installed package."""
+    if file.startswith("<frozen"):
+        return True
+    parts = Path(file).parts
+    return "site-packages" in parts or "dist-packages" in parts or any(file.startswith(root) for root in _roots())
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """What an attribute is. `bound` where a call hands the owner over as first argument."""
+
+    value: Any = ABSENT
+    bound: bool = False
+    getter: FunctionType | None = None
+    """The function that a property would run."""
+
+
+def find_attribute(owner: object, name: str) -> Attribute:
+    """Return an attribute without running a property, a descriptor or `__getattr__`."""
+    if isinstance(owner, ModuleType):
+        return Attribute(vars(owner).get(name, ABSENT))
+    if isinstance(owner, nn.Module):
+        for table in ("_parameters", "_buffers", "_modules"):
+            if name in vars(owner).get(table, ()):
+                return Attribute(vars(owner)[table][name])
+    raw = inspect.getattr_static(owner, name, ABSENT)
+    if isinstance(raw, (staticmethod, classmethod)):
+        return Attribute(raw.__func__, bound=isinstance(raw, classmethod))
+    if isinstance(raw, property):
+        return Attribute(getter=plain_function(raw.fget))
+    if isinstance(raw, functools.cached_property):
+        return Attribute(getter=plain_function(raw.func))
+    of_instance = raw is not ABSENT and raw is (getattr(owner, "__dict__", None) or {}).get(name, ABSENT)
+    callable_of_class = not of_instance and not isinstance(owner, type) and hasattr(type(raw), "__get__")
+    return Attribute(raw, bound=callable_of_class)
+
+
+def plain_function(thing: Any) -> FunctionType | None:
+    """Return the Python function behind a method, a partial or an installed decorator; None for anything else.
+
+    A decorator of the user's own stays: it calls what it wraps.
+    """
+    while True:
+        if isinstance(thing, MethodType):
+            thing = thing.__func__
+        elif isinstance(thing, (functools.partial, functools.partialmethod)):
+            thing = thing.func
+        elif (
+            isinstance(thing, FunctionType)
+            and hasattr(thing, "__wrapped__")
+            and is_installed(thing.__code__.co_filename)
+        ):
+            thing = thing.__wrapped__
+        else:
+            return thing if isinstance(thing, FunctionType) else None
+
+
+def free_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of what a function closes over, as far as it is set."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    return tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -1,0 +1,221 @@
+"""Values given to `self.log` in a replayed training step: kept on the device, handed to Lightning when it reads.
+
+A replayed step runs no Python, so `self.log` is not called again. What it was given are static outputs of the graph;
+what Lightning would have added up over the epoch is added up inside the graph. Lightning's own store of results asks
+for both when somebody reads: a logger at its interval, a callback, the progress bar when it is drawn.
+
+Reaches into Lightning's `_ResultCollection`; written against Lightning 2.6.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+from torchmetrics import Metric
+
+from fasttrain.errors import OptimizationError
+
+TRAINING_STEP = "training_step"
+
+
+@dataclass(frozen=True)
+class Logged:
+    """One `self.log` of a step: its key in Lightning's store, and the value, or the metric that computes one."""
+
+    key: str
+    value: Tensor | None
+    metric: Metric | None
+    batch_size: int
+
+
+StepLogs = Mapping[str, Logged]
+
+
+class StepResults(_ResultCollection):
+    """Lightning's store of the fit loop, which also takes what replays leave on the device.
+
+    It takes the place of `plain` and holds the same metrics. Reading settles what is pending, so that every reader
+    finds what it would find after an eager step.
+    """
+
+    def __init__(self, plain: _ResultCollection, trainer: pl.Trainer) -> None:
+        super().__init__(training=plain.training)
+        self.update(plain)
+        self.batch, self.batch_size, self.dataloader_idx = plain.batch, plain.batch_size, plain.dataloader_idx
+        self._connector: Any = trainer._logger_connector
+        self._collected: dict[str, Logged] | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._sums_are_loaded = False
+        self._pending: StepLogs | None = None
+        self._pending_steps = 0
+        self._pending_rows: dict[str, int] = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[dict[str, Logged]]:
+        """Within, `self.log` is written down instead of acted upon; yields what was."""
+        self._collected = {}
+        try:
+            yield self._collected
+        finally:
+            self._collected = None
+
+    def prepare(self) -> None:
+        """Make the sums for all values known so far, outside of a capture."""
+        self.settle()
+        for key, metric in self.items():
+            if metric.is_tensor and metric.meta.on_epoch and key.startswith(f"{TRAINING_STEP}."):
+                known = self._sums.get(key)
+                if known is None or known.device != metric.value.device or known.dtype != metric.value.dtype:
+                    self._sums[key] = metric.value.detach().clone()
+        self._sums_are_loaded = False
+        self.load()
+
+    @property
+    def static_tensors(self) -> dict[str, Tensor]:
+        """Return the sums by key: state that a replay changes."""
+        return self._sums
+
+    def add_up(self, logs: StepLogs) -> None:
+        """Add a step's values to the sums on the device, as Lightning's own results would. May be captured."""
+        for key, logged in logs.items():
+            if logged.value is None or key not in self._sums:
+                continue
+            total, meta = self._sums[key], self[key].meta
+            if meta.is_mean_reduction:
+                total.add_(logged.value * logged.batch_size)
+            elif meta.is_max_reduction or meta.is_min_reduction:
+                total.copy_(meta.reduce_fx(total, logged.value))
+            elif meta.is_sum_reduction:
+                total.add_(logged.value)
+
+    def before_replay(self) -> None:
+        """Do what `self.log` does at the first step of an epoch, and have the sums start from Lightning's values."""
+        if self._connector.should_reset_tensors(TRAINING_STEP):
+            self.reset(metrics=False, fx=TRAINING_STEP)
+        if not self._sums_are_loaded:
+            self.load()
+
+    def replayed(self, logs: StepLogs) -> None:
+        """Note that a replay computed these static values anew."""
+        if not logs:
+            return
+        if self._pending is not logs:
+            if self._pending is not None and self._pending.keys() != logs.keys():
+                self.settle()
+            self._pending = logs
+            self._connector._current_fx = TRAINING_STEP
+        self._pending_steps += 1
+        for key in self._sums:
+            if key in logs:
+                self._pending_rows[key] = self._pending_rows.get(key, 0) + logs[key].batch_size
+
+    def load(self) -> None:
+        """Set the sums to Lightning's values, which an eager step or a new epoch has changed."""
+        for key, total in self._sums.items():
+            total.copy_(self[key].value)
+        self._sums_are_loaded = True
+
+    def settle(self) -> None:
+        """Give Lightning's metrics the values of the last replay and the sums up to it. Copies, no synchronization."""
+        if self._pending is None:
+            return
+        logs, steps, rows = self._pending, self._pending_steps, self._pending_rows
+        self._pending, self._pending_steps, self._pending_rows = None, 0, {}
+        for key, logged in logs.items():
+            self._settle_one(self[key], logged, rows.get(key, 0), steps)
+
+    def log(self, fx: str, name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        """Log as Lightning does, or write down."""
+        if self._collected is None:
+            self.settle()
+            self._sums_are_loaded = False
+            super().log(fx, name, value, *arguments, **options)
+            return
+        key = f"{fx}.{name}"
+        metric = self.get(key)
+        if metric is None:
+            raise OptimizationError(
+                f"self.log({name!r}) was not called in the eager steps before the capture, so it depends on something "
+                "that changes from step to step; call it in every step, or log it in on_train_batch_end."
+            )
+        rows = self._extract_batch_size(metric, options.get("batch_size"), metric.meta)
+        if isinstance(value, Metric):
+            self._collected[key] = Logged(key, value._forward_cache, value, rows)
+        else:
+            # A copy, as Lightning takes one: the step may go on changing the tensor in place.
+            kept = value.detach().to(metric.value.dtype, copy=True)
+            self._collected[key] = Logged(key, kept, None, rows)
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return all values by purpose, those of the last replay included."""
+        self.settle()
+        return super().metrics(on_step)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Reset as Lightning does; the sums start anew."""
+        if self._collected is not None:
+            return  # `self.log` in the first step of an epoch asks for it; `before_replay` has done it
+        self.settle()
+        super().reset(metrics=metrics, fx=fx)
+        self._sums_are_loaded = False
+
+    def to(self, *arguments: Any, **options: Any) -> "StepResults":
+        """Move all values."""
+        self.settle()
+        super().to(*arguments, **options)
+        self._sums_are_loaded = False
+        return self
+
+    def plain(self) -> _ResultCollection:
+        """Return an ordinary store with the same metrics, to be put back in this one's place."""
+        self.settle()
+        plain = _ResultCollection(training=self.training)
+        plain.update(self)
+        plain.batch, plain.batch_size, plain.dataloader_idx = self.batch, self.batch_size, self.dataloader_idx
+        return plain
+
+    def _settle_one(self, result: _ResultMetric, logged: Logged, rows: int, steps: int) -> None:
+        result.has_reset = False
+        result._computed = None
+        result._update_count += steps
+        if logged.metric is not None:
+            result.value = logged.metric
+            result._forward_cache = logged.value.clone() if logged.value is not None else None
+            return
+        assert logged.value is not None
+        if result.meta.on_step:
+            result._forward_cache = result.meta.sync(logged.value.clone())  # `sync` works in place
+        if not result.meta.on_epoch:
+            result.value = result._forward_cache
+            return
+        result.value = self._sums[logged.key].clone()
+        if result.meta.is_mean_reduction:
+            result.cumulated_batch_size = result.cumulated_batch_size + rows
+
+
+@contextmanager
+def numbers_logged_as_tensors(module: pl.LightningModule, numbers: dict[str, float]) -> Iterator[None]:
+    """Within, `self.log` of a Python number logs a tensor made on the device, which may be captured.
+
+    Args:
+        module: gets a `log` of its own meanwhile.
+        numbers: is filled with name and number of each; a replay would not see them change.
+    """
+    plain = module.log
+
+    def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        if isinstance(value, (bool, int, float)):
+            numbers[name] = float(value)
+            value = torch.full((), float(value), device=module.device, dtype=torch.get_default_dtype())
+        plain(name, value, *arguments, **options)
+
+    object.__setattr__(module, "log", log)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "log")
