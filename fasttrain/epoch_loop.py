@@ -45,19 +45,21 @@ class DelegatedOptimization(_AutomaticOptimization):
 
     def __init__(self, trainer: pl.Trainer, delegate: Callable[[int, Arguments], Outputs]) -> None:
         super().__init__(trainer)
-        self._loop: Any = trainer.fit_loop.epoch_loop
-        self._plain: _AutomaticOptimization = self._loop.automatic_optimization
+        loop: Any = trainer.fit_loop.epoch_loop
+        # In a tuple: a loop saves every loop among its attributes with itself.
+        self._replaced: tuple[_AutomaticOptimization] = (loop.automatic_optimization,)
         self._delegate = delegate
-        self.optim_progress = self._plain.optim_progress
-        self.results = StepResults(self._loop._results, trainer)
-        self._loop.automatic_optimization = self
-        self._loop._results = self.results
+        self.optim_progress = loop.automatic_optimization.optim_progress
+        self.results = StepResults(loop._results, trainer)
+        loop.automatic_optimization = self
+        loop._results = self.results
 
     def put_back(self) -> None:
         """Give Lightning its own optimization and results again."""
-        if self._loop.automatic_optimization is self:
-            self._loop.automatic_optimization = self._plain
-            self._loop._results = self.results.plain()
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        if loop.automatic_optimization is self:
+            loop.automatic_optimization = self._replaced[0]
+            loop._results = self.results.plain()
 
     def run(self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: Arguments) -> Outputs:
         """Called by Lightning for each batch."""

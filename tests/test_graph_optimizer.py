@@ -1,6 +1,7 @@
-"""A torch optimizer prepared for capture, on the CPU: its numbers, what others see of it, and which can't be captured."""
+"""A torch optimizer prepared for capture, on the CPU: its numbers, what others see of it, which can't be captured."""
 
 import copy
+import sys
 from collections.abc import Callable
 from inspect import currentframe
 from pathlib import Path
@@ -127,11 +128,9 @@ def test_recipes_for_a_gpu_read_nothing_on_the_host(
 ) -> None:
     if foreach and options.get("fused"):
         return  # torch refuses both
-    module = f"torch.optim.{cls.__name__.lower()}._get_capturable_supported_devices"
-    if cls not in (SGD, AdamW):
-        monkeypatch.setattr(module, lambda supports_xla=True: ["cpu"])
-    if cls is AdamW:
-        monkeypatch.setattr("torch.optim.adam._get_capturable_supported_devices", lambda supports_xla=True: ["cpu"])
+    # The capturable paths themselves run on any device; only a check at their beginning keeps the CPU out.
+    module = sys.modules["torch.optim.adam" if cls is AdamW else cls.__module__]
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"], raising=cls is not SGD)
     optimizer = cls(parameters(), foreach=foreach, **options)  # type: ignore[arg-type, call-arg]
     (group,) = optimizer.param_groups
     group.update(recipe_for(optimizer).flags_for(group, torch.device("cuda")))
@@ -649,7 +648,7 @@ def test_known_optimizers_are_refused_with_the_reason() -> None:
     )
     assert problem(Adam(numbers)) is None
     assert problem(RMSprop(numbers)) is None
-    first.grad = torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 3))
+    first.grad = torch.sparse_coo_tensor([[0], [1]], [1.0], (4, 3), check_invariants=True)
     assert problem(SGD([first])) == "parameter 0 of SGD's group 0 has a sparse gradient, of another size at each step"
     assert problem(SGD(numbers, momentum=0.9, dampening=0.1)) is not None
 

@@ -374,8 +374,11 @@ class _Walk:
         owner, key = self.pop(2)
         self.use(key)
         known = key.value if isinstance(key, Constant) else None
+        if not isinstance(owner, (Items, Entries)):
+            self.push(self.reader.item(owner, key))
+            return
         try:
-            self.push(owner.values[known] if isinstance(owner, (Items, Entries)) else self.reader.item(owner, key))
+            self.push(owner.values[known])  # type: ignore[index]
         except (LookupError, TypeError):
             self.use(owner)
             self.push(UNKNOWN)

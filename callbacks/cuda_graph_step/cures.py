@@ -64,8 +64,8 @@ KINDS: dict[str, Kind] = {
     ),
     "unique": Kind(
         "the number of different values depends on the data, and the host waits to learn it",
-        "count into a fixed number of bins: torch.zeros(n, device=x.device).scatter_add_(0, x, weights); a torchmetrics "
-        "metric does this to check its arguments: construct it with validate_args=False",
+        "count into a fixed number of bins: torch.zeros(n, device=x.device).scatter_add_(0, x, weights); a "
+        "torchmetrics metric does this to check its arguments: construct it with validate_args=False",
     ),
     "repeat_interleave without output_size": Kind(
         "the number of rows is the sum of the repeats, which the host waits to learn",

@@ -1,4 +1,4 @@
-"""One module's training step, run outside of a Trainer on copies, and everything that a capture of it would stumble over."""
+"""A module's training step, run on copies outside of a fit, and everything that a capture of it would stumble over."""
 
 import copy
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
 from fasttrain.batches import map_tensors
@@ -156,9 +156,10 @@ def _host_changes(
     for name in drawn:
         yield finding("host random numbers", sites.get(name), op=HOST_GENERATORS[name])
     for path in plain:
-        values = {"before": reprlib.repr(before[0].get(path)), "after": reprlib.repr(after[0].get(path))}
-        kind = "container changed" if isinstance(after[0].get(path), Contents) else "host value changed"
-        yield finding(kind, sites.get(path), path=f"self.{path}", **values)
+        was, now = before[0].get(path), after[0].get(path)
+        kind = "container changed" if isinstance(now, Contents) else "host value changed"
+        words = {"path": f"self.{path}", "before": reprlib.repr(was), "after": reprlib.repr(now)}
+        yield finding(kind, sites.get(path), **words)
     for path in replaced:
         yield finding("tensor replaced", sites.get(path), path=f"self.{path}")
 

@@ -97,7 +97,7 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Whether two values of a snapshot are one: tensors by identity, the rest by type and value, NaN equal to itself."""
+    """Whether two values of a snapshot are one: tensors by identity, others by type and value; NaN equals itself."""
     if before is after:
         return True
     if isinstance(before, Tensor) or isinstance(after, Tensor) or type(before) is not type(after):

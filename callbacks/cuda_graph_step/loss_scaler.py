@@ -180,14 +180,21 @@ def _unscaling_before_clipping(plugin: MixedPrecision, scaler: GradScaler) -> Ca
     plain_step = plugin.optimizer_step
 
     def optimizer_step(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        backward_was_skipped = False
+
         def closure_then_unscale() -> Any:
+            nonlocal backward_was_skipped
             result = closure()
             backward_was_skipped = result is None and model.automatic_optimization
             if not backward_was_skipped and (model.trainer.gradient_clip_val or 0) > 0:
                 _unscale_where_left_to_the_step(scaler, optimizer)
             return result
 
-        return plain_step(optimizer, model=model, closure=closure_then_unscale, **kwargs)
+        result = plain_step(optimizer, model=model, closure=closure_then_unscale, **kwargs)
+        if backward_was_skipped:
+            # Lightning clips here all the same, and there is no update() to forget that this unscaled.
+            scaler._per_optimizer_states.pop(id(optimizer), None)
+        return result
 
     return optimizer_step
 
@@ -210,7 +217,7 @@ def _unscale_where_left_to_the_step(scaler: GradScaler, optimizer: Any) -> None:
     """Unscale the gradients of an optimizer that would do so in its step, if that was not done in this step."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer.optimizer
-    if not (scaler.is_enabled() and _takes_found_inf(optimizer)):
+    if not _takes_found_inf(optimizer) or not scaler.is_enabled() or scaler._scale is None:
         return
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)

@@ -233,7 +233,11 @@ class CapturableOptimizer:
         for group in self._list:
             is_ours = "lr" in group and not _is_on(self.device, group["lr"])
             values = {name: torch.zeros((), dtype=dtype, device=self.device) for name in names if is_ours}
-            self._groups.append(PreparedGroup(group, self._recipe.flags_for(group, self.device), values))
+            flags = self._recipe.flags_for(group, self.device)
+            if update:
+                # Nothing is left for torch's kernels to do, and the fused ones see that before they look at found_inf.
+                flags |= {"fused": True, "foreach": False}
+            self._groups.append(PreparedGroup(group, flags, values))
         self._numbers = DeviceNumbers(list(chain.from_iterable(each.values.values() for each in self._groups)))
         betas = {"betas"} if "beta1" in names else set()
         others = {"params", "param_names", *names, *betas, *FLAGS, *WRITTEN_BY_SCHEDULERS}

@@ -113,7 +113,7 @@ def _package_folder(file: str) -> str | None:
 
 @cache
 def _machinery_folders() -> tuple[str, ...]:
-    torch_folder, lightning_folder = (Path(module.__file__).parent for module in (torch, lightning))
+    torch_folder, lightning_folder = (Path(str(module.__file__)).parent for module in (torch, lightning))
     siblings = [lightning_folder.parent / name for name in LIGHTNING_PACKAGES]
     folders = [torch_folder, torch_folder.parent / "functorch", *siblings, Path(__file__).parent]
     return tuple(f"{folder}{os.sep}" for folder in folders)

@@ -69,12 +69,12 @@ def find_syncs(step: Callable[[], Any], device: torch.device | str) -> list[Find
     return SyncFinder(torch.device(device)).run(step)
 
 
-def finding(kind: str, site: Site | None, count: int = 1, **words: str) -> Finding:
+def finding(kind: str, site: Site | None, **words: str) -> Finding:
     """Return a finding of a kind; `words` fill in what the kind's sentence leaves open."""
     about = KINDS[kind]
     what = about.what.format(**words) if words else about.what
     where, code, user_where = (site.where, site.code, site.user_where) if site else (None, "", None)
-    return Finding(kind, where, code, user_where, what, about.cure, count, about.breaks)
+    return Finding(kind, where, code, user_where, what, about.cure, 1, about.breaks)
 
 
 class SyncFinder:
@@ -193,7 +193,7 @@ class _Functions(TorchFunctionMode):
     """Knows which function of torch's Python interface is running, so that `if x:` and `x.item()` are told apart."""
 
     def __init__(self, finder: SyncFinder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.finder = finder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -80,7 +80,7 @@ def kind_of_operator(call: Call, tags: Any, host: HostTensors, function: Call | 
     if name == "aten::repeat_interleave":
         return None if call.kwargs.get("output_size") is not None else "repeat_interleave without output_size"
     if name == "aten::histc":
-        lowest, highest = (tuple(call.args[2:]) + (0, 0))[:2]
+        lowest, highest = (*call.args[2:], 0, 0)[:2]
         return "counting into bins" if lowest == highest else None
     if name in SYNCHRONIZING:
         return SYNCHRONIZING[name]
@@ -187,5 +187,5 @@ def _has_unknown_generator(call: Call, host: HostTensors) -> bool:
         return True
     if generator.device.type != "cuda":
         return False
-    known = [each._cdata for each in torch.cuda.default_generators]
-    return generator._cdata not in known
+    known: list[Any] = list(torch.cuda.default_generators)
+    return all(generator._cdata != each._cdata for each in known)
