@@ -94,7 +94,7 @@ def doctor(resolved: Resolved, examine: Examine, unseen_on_cpu: str, console: Co
 
 
 def findings_table(findings: Sequence[Found]) -> Table:
-    """Return a numbered table of findings: kind, line, source, the line it was called from, what it is, and the cure."""
+    """Return a numbered table: each finding's kind, line, source, caller, what it is, and the cure."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(overflow="fold")

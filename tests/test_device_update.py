@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fasttrain.callbacks.cuda_graph_step.device_numbers import DeviceNumbers
 from fasttrain.callbacks.cuda_graph_step.device_update import SGDValues, sgd_
+from fasttrain.callbacks.cuda_graph_step.dry_step import HostReads
 from fasttrain.callbacks.cuda_graph_step.group_update import UPDATES
 
 STEPS = 50
@@ -98,6 +99,18 @@ def test_equals_torch_over_many_steps(cls: Any, options: dict[str, Any], dtype: 
         device_step(ours)
         theirs.step()
     assert_same(ours, theirs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("cls", "options"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_read_on_the_host(cls: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    optimizer = cls(parameters(dtype), **options)
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(0.0), torch.tensor(2.0)
+    set_gradients(optimizer, 0)
+    device_step(optimizer)
+    with HostReads((), torch.device("cpu")) as reads:
+        device_step(optimizer)
+    assert reads.problems == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -200,8 +200,9 @@ def test_what_the_step_itself_writes_is_kept_and_named() -> None:
         ours.step(closure)
     assert [group["lr"] for group in ours.param_groups] == [0.25, 0.006]
     assert capturable.changed_inside == ("lr of parameter group 0", "lr of parameter group 1")
+    ours.param_groups[1]["lr"] = 0.003  # what its tensor was given last, before the step wrote to it
     with capturable.prepared():
-        assert [group["lr"].item() for group in ours.param_groups] == [0.25, 0.006]
+        assert [group["lr"].item() for group in ours.param_groups] == [0.25, 0.003]
     assert capturable.changed_inside == ()
 
 
@@ -422,6 +423,7 @@ def test_a_state_dict_within_a_step_is_plain_too() -> None:
         saved = ours.state_dict()
         assert isinstance(ours.param_groups[0]["lr"], Tensor)
     assert [group["lr"] for group in saved["param_groups"]] == [0.01, 0.003]
+    assert all(type(group["lr"]) is float for group in saved["param_groups"])
     assert capturable.state_for_checkpoint(saved) == saved
 
 
@@ -470,6 +472,12 @@ class OfAGroup(Optimizer):
         buffer = state.setdefault("buffer", torch.zeros_like(parameter))
         buffer.mul_(group["momentum"]).add_(parameter.grad)
         parameter.sub_(buffer * group["lr"])
+
+
+class DrawsNoise(OfAGroup):
+    def update(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super().update(parameter, group, state)
+        parameter.add_(torch.randn_like(parameter) * group["lr"])
 
 
 class ReadsItsRate(OfAGroup):
@@ -556,6 +564,7 @@ def problem_of(cls: type[Optimizer]) -> tuple[str | None, Any]:
 
 
 def test_an_unknown_optimizer_that_stays_on_the_device_is_accepted() -> None:
+    assert problem_of(DrawsNoise)[0] is None
     found, optimizer = problem_of(OfAGroup)
     assert found is None
     plain = OfAGroup(parameters())

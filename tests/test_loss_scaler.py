@@ -322,6 +322,7 @@ def test_a_capture_is_refused_while_a_step_would_wait(monkeypatch: pytest.Monkey
         with pytest.raises(OptimizationError, match="the loss scale has no value yet"):
             run.step()
     run.step(INF)
+    values = {name: value.clone() for name, value in run.net.state_dict().items()}
     with monkeypatch.context() as capture:
         capture.setattr(DeviceGradScaler, "_is_capturing", lambda self: True)
         with pytest.raises(OptimizationError) as refusal:
@@ -332,8 +333,13 @@ def test_a_capture_is_refused_while_a_step_would_wait(monkeypatch: pytest.Monkey
         "it (scope: fwd_bwd)."
     )
     assert not run.optimizer.state, "a buffer made in a failed capture holds nothing"
-    run.step()
-    run.step()
+    run.net.load_state_dict(values)  # in a real capture nothing would have run
+
+    plain = Run(OPTIMIZERS["momentum"], scaler_of(GradScaler))
+    plain.step(INF)
+    for each in (plain, plain, run, run):
+        each.step()
+    assert run.held() == plain.held(), "what the refused step had done to its gradients is forgotten"
     assert run.scaler.waits_for_host is None
     with monkeypatch.context() as capture:
         capture.setattr(DeviceGradScaler, "_is_capturing", lambda self: True)

@@ -117,7 +117,7 @@ class CUDAGraphStep(pl.Callback):
             sums = [sum(getattr(t, name) for t in rest) for name in ("hits", "eager", "captures", "evictions")]
             rows.append((f"{len(rest)} further signatures", *sums))
         columns = ("input signature", "replays", "eager", "captures", "evictions")
-        return Table("steps by input signature", columns, rows, note=". ".join(self.notes))
+        return Table("steps by input signature", columns, rows, note="; ".join(self.notes))
 
     def _prepare_optimizer(self, trainer: pl.Trainer) -> CapturableOptimizer | None:
         optimizer = CapturableOptimizer(trainer.optimizers[0], trainer.strategy.root_device)
@@ -148,11 +148,11 @@ class CUDAGraphStep(pl.Callback):
     def _fail(self, reason: str) -> None:
         if self.config.on_failure == "error":
             raise OptimizationError(f"cuda_graph_step: {reason}.")
-        self.notes.append(f"Eager: {reason}")
+        self.notes.append(f"steps run eagerly, since {reason}")
         rank_zero_warn(f"CUDAGraphStep: steps run eagerly, since {reason}.")
 
     def _note(self, sentence: str) -> None:
-        self.notes.append(sentence[:1].upper() + sentence[1:])
+        self.notes.append(sentence)
         rank_zero_info(f"CUDAGraphStep: {sentence}.")
 
 

@@ -40,7 +40,8 @@ class CarriedState:
             OptimizationError: a metric keeps a list that grows with every step.
         """
         for path, tensor in tensor_attributes(self.module).items():
-            if path in self._tensors and tensor is not self._tensors[path] and path not in self.static:
+            is_set_anew = path in self._tensors and tensor is not self._tensors[path]
+            if is_set_anew and path not in self.static and not self._is_cache(path):
                 self.static[path] = tensor.detach().clone()
                 self._places[path] = self._place(path)
         self._updates = [
@@ -65,7 +66,7 @@ class CarriedState:
         for path, (attributes, name) in self._places.items():
             static, current = self.static[path], attributes[name]
             if current is not static:
-                if not as_they_were:
+                if isinstance(current, Tensor) and not as_they_were:
                     static.copy_(current)
                 attributes[name] = static
 
@@ -107,6 +108,12 @@ class CarriedState:
         owner, _, name = path.rpartition(".")
         module = self.module.get_submodule(owner)
         return (module._buffers if name in module._buffers else vars(module)), name  # type: ignore[return-value]
+
+    def _is_cache(self, path: str) -> bool:
+        """Whether a path is a metric's last value, and none of its states."""
+        owner, _, name = path.rpartition(".")
+        module = self.module.get_submodule(owner)
+        return isinstance(module, Metric) and name not in module._defaults
 
     def _list_lengths(self) -> dict[str, int]:
         return {

@@ -17,10 +17,12 @@ class DeviceNumbers:
         self._tensors = list(tensors)
         self._written: list[float | None] = [None] * len(self._tensors)
 
+    def hold(self, numbers: list[float]) -> bool:
+        """Whether the tensors hold these numbers already."""
+        return numbers == self._written
+
     def write(self, numbers: Sequence[float]) -> None:
-        """Write what changed, without waiting for the device. `numbers` is a list: it is compared with one."""
-        if numbers == self._written:
-            return
+        """Write what changed, without waiting for the device."""
         changed = self.differing(numbers)
         if len(changed) < 3:
             for index in changed:

@@ -65,7 +65,7 @@ class Skip:
         if self.grad_scale is not None:
             grads = torch._foreach_div(grads, self.grad_scale.to(grads[0].dtype))
         if self.bad is not None:
-            grads = [torch.where(self.bad, 0.0, grad) for grad in grads]
+            grads = [grad.masked_fill(self.bad, 0.0) for grad in grads]
         return torch._foreach_neg(grads) if maximize else grads
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor, nn
 
 from fasttrain.batches import map_tensors
@@ -73,7 +73,8 @@ def examine(
         raise
     except Exception as error:  # a user's step may ask its Trainer for something, and this one has not begun
         raise OptimizationError(
-            f"{name}.training_step could not be run outside of a fit ({type(error).__name__}: {error})."
+            f"{name}.training_step could not be run outside of a fit ({type(error).__name__}: "
+            f"{str(error).rstrip('.')})."
         ) from error
 
 
@@ -95,11 +96,10 @@ class _StepOnCopies:
 
     def __init__(self, module: pl.LightningModule, batch: Any, device: torch.device, precision: str) -> None:
         self.finder: SyncFinder | None = None
-        self.module = _copy(module).to(device)
+        self.module = copy.deepcopy(module).to(device)  # without its Trainer, which Lightning leaves out
         if not module.training:
             self.module.train()
-        if _trainer_of(module) is None:
-            self.module.trainer = _idle_trainer(device)
+        self.module.trainer = _trainer_of(module) or _idle_trainer(device)
         self.module.log = self._log  # type: ignore[method-assign]
         self._device, self._batch = device, batch
         self._autocast, self._dtype = AUTOCAST.get(precision), TRUE_PRECISION.get(precision)
@@ -162,12 +162,6 @@ def _host_changes(
         yield finding(kind, sites.get(path), **words)
     for path in replaced:
         yield finding("tensor replaced", sites.get(path), path=f"self.{path}")
-
-
-def _copy(module: pl.LightningModule) -> pl.LightningModule:
-    """Return a deep copy; a Trainer that the module is attached to is shared, not copied with all that hangs on it."""
-    trainer = _trainer_of(module)
-    return copy.deepcopy(module, {} if trainer is None else {id(trainer): trainer})
 
 
 def _trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

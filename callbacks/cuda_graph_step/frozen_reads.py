@@ -9,7 +9,7 @@ found is certain to be in the code, not to be reached; what isn't found may stil
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 from fasttrain.callbacks.cuda_graph_step.bytecode import UNKNOWN, Value
 from fasttrain.callbacks.cuda_graph_step.host_rules import Ref, Role
 from fasttrain.callbacks.cuda_graph_step.inspection import Changed, Inspection
-from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT, UserCode, plain_function
+from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT, UserCode, find_attribute, plain_function
 
 STEP_ARGUMENTS: Final = {
     "on_train_batch_end": (None, None, "batch_idx"),
@@ -107,13 +107,20 @@ def inspect_hook(
     code = UserCode.of(owner, *([module] if module is not None else []))
     inspection = Inspection(code, changed, judged_apart)
     if plain is not None:
-        given = _given_by_lightning(hook or plain.__name__, owner, module)
+        given = _given_by_lightning(hook or _hook_of(plain, owner), owner, module)
         itself = [Ref.to("self", owner)] if isinstance(function, MethodType) else []
         named = plain.__code__.co_varnames[len(itself) : plain.__code__.co_argcount]
         by_name = {"batch_idx": Ref("batch_idx", ABSENT, Role.STEP), "trainer": Ref("trainer", ABSENT, Role.TRAINER)}
         arguments = given or [by_name.get(name, UNKNOWN) for name in named]
         inspection.enter(plain, [*itself, *arguments])
     return inspection
+
+
+def _hook_of(function: FunctionType, owner: object) -> str:
+    """Return the hook of `owner` that this function is, or its own name. A lambda or a decorated one has another."""
+    hooks = (*STEP_ARGUMENTS, *(name for name in dir(pl.Callback) if name.startswith("on_")))
+    found = (hook for hook in hooks if plain_function(find_attribute(owner, hook).value) is function)
+    return next(found, function.__name__)
 
 
 def _given_by_lightning(hook: str, owner: object, module: pl.LightningModule | None) -> list[Value]:

@@ -44,6 +44,7 @@ GREATEST_DEPTH: Final = 24
 MOST_FUNCTIONS: Final = 4000
 MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 INDEXED: Final = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+YIELDING_PARTS: Final = frozenset({"children", "items", "named_children", "values"})
 HOOKS_WITH_NUMBERS: Final = frozenset({"optimizer_step", "optimizer_zero_grad", "training_step"})
 GRADIENTS: Final = frozenset({"clip_gradients", "grad", "main_grad"})
 
@@ -98,7 +99,7 @@ class Inspection:
             return
         self._seen.add(kind)
         for name, value in given.items():
-            if _is_step_value(value):
+            if isinstance(value, Ref) and value.role is Role.STEP:
                 given[name] = Ref(name, ABSENT, Role.STEP)
         free = {name: Ref.to(name, thing) for name, thing in free_variables(function)}
         self._depth += 1
@@ -314,6 +315,8 @@ class _Frame(Reader):
         elif callable(thing):
             function = plain_function(find_attribute(type(thing), "__call__").value)
             args = [callee, *args]
+        if callee.owner is not None and callee.name in YIELDING_PARTS:
+            self.use(callee.owner)
         if function is None:
             return False
         if not self.inspection.code.has(function):

@@ -186,7 +186,7 @@ def _unscaling_before_clipping(plugin: MixedPrecision, scaler: GradScaler) -> Ca
             nonlocal backward_was_skipped
             result = closure()
             backward_was_skipped = result is None and model.automatic_optimization
-            if not backward_was_skipped and (model.trainer.gradient_clip_val or 0) > 0:
+            if (model.trainer.gradient_clip_val or 0) > 0:
                 _unscale_where_left_to_the_step(scaler, optimizer)
             return result
 

@@ -163,12 +163,13 @@ class CapturableOptimizer:
         """Write the numbers that changed since the last time to the device, without waiting for it."""
         self._current()
         numbers = self._host_numbers()
-        assert not (_is_capturing(self.device) and self._numbers.differing(numbers)), "this would be baked in"
-        self._numbers.write(numbers)
+        if not self._numbers.hold(numbers):
+            assert not _is_capturing(self.device), "what is written in a capture is baked in"
+            self._numbers.write(numbers)
 
     def accept(self) -> None:
         """Take the numbers that are baked in as they are now; to be called when a step is captured."""
-        self._accepted = self._constants()
+        self._accepted, self._accepted_names = self._constants(), self._constant_names
 
     def constants_changed(self) -> tuple[str, ...]:
         """Return what is baked in and was another number when it was accepted, in words; mostly nothing."""
@@ -177,12 +178,16 @@ class CapturableOptimizer:
             return ()
         if len(now) != len(self._accepted):
             return (f"the number of parameter groups from {len(self._accepted)} to {len(now)}",)
-        return tuple(
-            f"{name} of parameter group {index} from {before} to {after}"
-            for index, (old, new) in enumerate(zip(self._accepted, now, strict=True))
-            for name, before, after in zip(self._constant_names, old, new, strict=True)
-            if before != after
-        )
+        changed = []
+        for index, (old, new) in enumerate(zip(self._accepted, now, strict=True)):
+            before = dict(zip(self._accepted_names[index], old, strict=True))
+            after = dict(zip(self._constant_names[index], new, strict=True))
+            changed += [
+                f"{name} of parameter group {index} from {before.get(name)} to {after.get(name)}"
+                for name in {**before, **after}
+                if before.get(name) != after.get(name)
+            ]
+        return tuple(changed)
 
     def state_for_checkpoint(self, optimizer_state: dict[str, Any]) -> dict[str, Any]:
         """Return what the plain optimizer's `state_dict()` would have given, for what this one's gave. Mutates nothing.
@@ -224,6 +229,8 @@ class CapturableOptimizer:
         assert not _is_capturing(self.device), "tensors made in a capture are the graph's"
         self._list = self.optimizer.param_groups
         self._sizes = [len(group["params"]) for group in self._list]
+        if self._uses_device_values and self.device_values_problem() is not None:
+            self._uses_device_values = False  # a learning rate was loaded that is a tensor
         update = UPDATES[self._known] if self._uses_device_values and self._known else None
         names, self._zeros = (update.names, update.zeros) if update else (("lr",), ())
         self._read = update.read if update else _read_lr
@@ -241,16 +248,18 @@ class CapturableOptimizer:
         self._numbers = DeviceNumbers(list(chain.from_iterable(each.values.values() for each in self._groups)))
         betas = {"betas"} if "beta1" in names else set()
         others = {"params", "param_names", *names, *betas, *FLAGS, *WRITTEN_BY_SCHEDULERS}
-        self._baked_in = sorted({key for group in self._list for key in group} - others)
-        self._constant_names = ["the number of parameters", *self._baked_in, *(f"{zero} == 0" for zero in self._zeros)]
+        self._baked_in = [sorted(group.keys() - others) for group in self._list]
+        self._constant_names = [[*keys, *(f"{zero} == 0" for zero in self._zeros)] for keys in self._baked_in]
 
     def _host_numbers(self) -> list[float]:
         return list(chain.from_iterable(self._read(each.group) for each in self._groups if each.values))
 
     def _constants(self) -> list[tuple[Any, ...]]:
+        """Return a tuple for each group, in the order of `_constant_names`."""
+        groups, zeros = self._current(), self._zeros
         return [
-            (len(group["params"]), *map(group.get, self._baked_in), *(group[zero] == 0 for zero in self._zeros))
-            for group in self.optimizer.param_groups
+            (*map(each.group.get, keys), *[each.group[zero] == 0 for zero in zeros])
+            for each, keys in zip(groups, self._baked_in, strict=True)
         ]
 
     def _needs_device_values(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fasttrain.batches import OpaqueLeaf, Signature, flatten, map_tensors
+from fasttrain.callbacks.cuda_graph_step.averaging import captured_averaging
 from fasttrain.callbacks.cuda_graph_step.carried import CarriedState
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.gradients import Gradients, Held
@@ -100,6 +101,7 @@ class GraphedStep:
         self.gradients = Gradients(trainer.optimizers[0])
         self.watch = Watch(self.module, trainer.optimizers[0])
         self.host = HostWatch(self.module, trainer.strategy.root_device)
+        self.averaging = captured_averaging(trainer, recorder, on_note)
         self._others_had_their_turn = True
         self._has_stepped = False
         self._last: StepGraph | None = None
@@ -216,6 +218,8 @@ class GraphedStep:
         self._forget_graphs()
         self.is_off = True
         self.loop.put_back()
+        for averaging in self.averaging:
+            averaging.put_back()
         if self.optimizer is not None:
             self.optimizer.release()
             self.optimizer = None
@@ -314,6 +318,8 @@ class GraphedStep:
             self.recorder.set_random_state(random)
             self._capture_failed(error)
             return None
+        if not len(self.pool):
+            self.watch.look()  # eager steps have set anew what is static now
         graph = StepGraph(recording, inputs, window, function, whole, self.options.checks)
         if window.accumulate == 1:
             if not whole or self.options.keeps_gradients:
@@ -321,6 +327,11 @@ class GraphedStep:
             else:
                 self.gradients.drop()
         self.pool.add(key, graph)
+        for name, number in self.host.numbers_to_tell():
+            self.on_note(
+                f"self.log({name!r}) is given a Python number, and replays go on logging {number:g}; log a tensor, or "
+                "log it in on_train_batch_end"
+            )
         return graph
 
     def _capture_failed(self, error: Exception) -> None:
@@ -384,4 +395,6 @@ class GraphedStep:
         self.results.settle()
         self.gradients.forget()
         self.pool.clear()
+        for averaging in self.averaging:
+            averaging.forget()
         self._last, self._mismatch = None, None

@@ -17,8 +17,8 @@ from fasttrain.callbacks.cuda_graph_step.cures import KINDS
 from fasttrain.callbacks.cuda_graph_step.host_tensors import Call, HostTensors
 from fasttrain.callbacks.cuda_graph_step.places import Place, Site, current_site
 from fasttrain.callbacks.cuda_graph_step.sync_rules import (
-    draws_on_host,
     hidden_kind,
+    kind_of_draw,
     kind_of_function,
     kind_of_operator,
     kind_of_warning,
@@ -125,11 +125,9 @@ class SyncFinder:
 
     def _add_what_only_torch_noticed(self) -> None:
         places = {place for _, place in self._found}
-        in_backward = any(torch_noticed is None for torch_noticed in self._warned)
         for place, noticed in self._warned.items():
-            # Warnings from the backward's own threads come without a line. Where something was found, it is taken for
-            # their cause.
-            if place not in places and not (in_backward and place is None and places):
+            # Warnings from the backward's own threads may come without a line; what was found is taken for their cause.
+            if place not in places and not (place is None and places):
                 self._found[noticed.kind, place] = noticed
 
     @contextmanager
@@ -170,7 +168,7 @@ class _Operators(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, finder: SyncFinder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.finder = finder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,8 +182,8 @@ class _Operators(TorchDispatchMode):
             finder.may_wait(hidden, _readable(call.name))
         result = func(*args, **(kwargs or {}))
         finder.host.follow_operator(call, result, finder.function)
-        if draws_on_host(call, func.tags, result, finder.host):
-            finder.report("host random numbers", _readable(call.name))
+        if kind := kind_of_draw(call, func.tags, result, finder.host):
+            finder.report(kind, _readable(call.name))
         return result
 
 
@@ -193,7 +191,7 @@ class _Functions(TorchFunctionMode):
     """Knows which function of torch's Python interface is running, so that `if x:` and `x.item()` are told apart."""
 
     def __init__(self, finder: SyncFinder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.finder = finder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -86,8 +86,6 @@ def kind_of_operator(call: Call, tags: Any, host: HostTensors, function: Call | 
         return SYNCHRONIZING[name]
     if host.follows and (hidden := hidden_kind(call)):
         return hidden
-    if _has_unknown_generator(call, host):
-        return "generator of its own"
     return "shape that depends on the data" if SHAPE_TAGS & set(tags) and name not in CONDITIONAL else None
 
 
@@ -104,9 +102,13 @@ def hidden_kind(call: Call) -> str | None:
     return HIDDEN.get(name)
 
 
-def draws_on_host(call: Call, tags: Any, result: Any, host: HostTensors) -> bool:
-    """Whether an operator drew random numbers into tensors of the host."""
-    return torch.Tag.nondeterministic_seeded in tags and host.all_in(tensors_in([result]))
+def kind_of_draw(call: Call, tags: Any, result: Any, host: HostTensors) -> str | None:
+    """Return what an operator is found for by the random numbers that it drew, if it did; known once it has run."""
+    if torch.Tag.nondeterministic_seeded not in tags:
+        return None
+    if host.all_in(tensors_in([result])):
+        return "host random numbers"
+    return "generator of its own" if _has_unknown_generator(call, host) else None
 
 
 def kind_of_function(call: Call, result: Any, host: HostTensors) -> str | None:

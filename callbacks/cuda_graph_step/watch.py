@@ -70,6 +70,7 @@ class HostWatch:
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
         self.module, self.device = module, device
         self._numbers: dict[str, float] = {}
+        self._told: set[str] = set()
 
     def before(self) -> None:
         """Note the state before a step."""
@@ -104,3 +105,9 @@ class HostWatch:
                     f"self.log({key!r}) is given a Python number that changes from step to step, and a replay would "
                     "log the first one for ever; log a tensor, or log it in on_train_batch_end"
                 )
+
+    def numbers_to_tell(self) -> list[tuple[str, float]]:
+        """Return the names and values of logged Python numbers that have not been told of yet."""
+        new = [(name, number) for name, number in self._numbers.items() if name not in self._told]
+        self._told.update(name for name, _ in new)
+        return new
