@@ -1,7 +1,7 @@
 """Lightning's training loop with the optimization step handed to somebody else, and its per-batch path made short.
 
-Reaches into `_AutomaticOptimization` and `_TrainingEpochLoop`; written against Lightning 2.6. `tests/test_epoch_loop.py`
-fails when one of them changes its shape.
+Reaches into `_AutomaticOptimization` and `_TrainingEpochLoop`; written against Lightning 2.6.
+`tests/test_epoch_loop.py` fails when one of them changes its shape.
 """
 
 from collections import OrderedDict

@@ -238,4 +238,3 @@ def _is_lightnings_bar(callback: pl.Callback) -> bool:
 def _keeps_nothing(callback: pl.Callback) -> bool:
     """Whether a callback is known not to keep batches and outputs beyond its hook."""
     return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "fasttrain")
-

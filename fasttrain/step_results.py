@@ -20,7 +20,18 @@ from torchmetrics import Metric
 
 from fasttrain.errors import OptimizationError
 
-TRAINING_STEP = "training_step"
+HOOKS = (
+    "training_step",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+"""Hooks of one step, in Lightning's order; what is logged in them is keyed by their names."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ class StepResults(_ResultCollection):
         """Make the sums for all values known so far, outside of a capture."""
         self.settle()
         for key, metric in self.items():
-            if metric.is_tensor and metric.meta.on_epoch and key.startswith(f"{TRAINING_STEP}."):
+            if metric.is_tensor and metric.meta.on_epoch and metric.meta.fx in HOOKS:
                 known = self._sums.get(key)
                 if known is None or known.device != metric.value.device or known.dtype != metric.value.dtype:
                     self._sums[key] = metric.value.detach().clone()
@@ -95,8 +106,9 @@ class StepResults(_ResultCollection):
 
     def before_replay(self) -> None:
         """Do what `self.log` does at the first step of an epoch, and have the sums start from Lightning's values."""
-        if self._connector.should_reset_tensors(TRAINING_STEP):
-            self.reset(metrics=False, fx=TRAINING_STEP)
+        if self._connector._first_loop_iter is not False:
+            for hook in {metric.meta.fx for metric in self.values()}.intersection(HOOKS):
+                self.reset(metrics=False, fx=hook)
         if not self._sums_are_loaded:
             self.load()
 
@@ -108,7 +120,7 @@ class StepResults(_ResultCollection):
             if self._pending is not None and self._pending.keys() != logs.keys():
                 self.settle()
             self._pending = logs
-            self._connector._current_fx = TRAINING_STEP
+            self._connector._current_fx = HOOKS[0]
         self._pending_steps += 1
         for key in self._sums:
             if key in logs:

@@ -72,7 +72,9 @@ def batches(count: int, rows: Sequence[int] = (6,), seed: int = 0) -> Batches:
     """Return batches of the given sizes in turn."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [rows[index % len(rows)] for index in range(count)]
-    return Batches([(torch.randn(n, 8, generator=generator), torch.randint(4, (n,), generator=generator)) for n in sizes])
+    return Batches(
+        [(torch.randn(n, 8, generator=generator), torch.randint(4, (n,), generator=generator)) for n in sizes]
+    )
 
 
 class Kept(pl.Callback):

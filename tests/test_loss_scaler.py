@@ -348,12 +348,8 @@ def test_a_capture_is_refused_while_a_step_would_wait(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_taking_over_and_handing_back(steps: int) -> None:
-    untouched, plain = (
-        Run(OPTIMIZERS["momentum"], scaler_of(GradScaler)),
-        Run(OPTIMIZERS["momentum"], GradScaler("cpu")),
-    )
-    plain.scaler = scaler_of(GradScaler, init_scale=2.0**10, growth_factor=3.0, backoff_factor=0.25)
-    untouched.scaler = scaler_of(GradScaler, init_scale=2.0**10, growth_factor=3.0, backoff_factor=0.25)
+    settings = {"init_scale": 2.0**10, "growth_factor": 3.0, "backoff_factor": 0.25}
+    untouched, plain = (Run(OPTIMIZERS["momentum"], scaler_of(GradScaler, **settings)) for _ in range(2))
     handed_over = plain.scaler
     for run in (untouched, plain):
         for _ in range(steps):

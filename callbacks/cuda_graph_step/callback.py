@@ -3,16 +3,15 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import decide
 from fasttrain.callbacks.cuda_graph_step.hooks import reads_gradients
-from fasttrain.callbacks.cuda_graph_step.loss_scaler import take_over_precision
+from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler, take_over_precision
 from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer, cycles_momentum
 from fasttrain.callbacks.cuda_graph_step.padding import PadToSizes
-from fasttrain.callbacks.cuda_graph_step.pool import GraphPool, Tally
+from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder, recorder_for
 from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, StepGraph, StepOptions
 from fasttrain.errors import OptimizationError
@@ -68,11 +67,15 @@ class CUDAGraphStep(pl.Callback):
             self._fail(decision.reason)
             return
         optimizer = self._prepare_optimizer(trainer) if decision.scope == "step" else None
-        what = "the whole step" if optimizer is not None else "forward and backward"
         if decision.scope == "fwd_bwd":
             self._note(f"the optimizer's step is left outside of the graph: {decision.reason}")
         if optimizer is not None:
             self._put_precision_back = take_over_precision(trainer.precision_plugin)
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            if scaler is not None and not isinstance(scaler, DeviceGradScaler):
+                self._note(f"the optimizer's step is left outside, since {type(scaler).__name__} scales the loss")
+                optimizer.release()
+                optimizer = None
         self.pool = self._make_pool(trainer.world_size)
         keeps = self.config.keep_gradients or _somebody_reads_gradients(trainer, pl_module)
         self.step = GraphedStep(
@@ -86,6 +89,7 @@ class CUDAGraphStep(pl.Callback):
         )
         if self.config.short_path:
             self._short_path = ShortPath(trainer, self.step.loop, self.step)
+        what = "the whole step" if optimizer is not None else "forward and backward"
         self.changes = [Change("training_step", f"{what} captured as a CUDA graph")]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

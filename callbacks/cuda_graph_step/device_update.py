@@ -161,12 +161,12 @@ def adam_(
     # a small kernel per parameter, like torch's own capturable implementation.
     taken = torch.stack(steps).double() + 1
     torch._foreach_div_(update, list((1 - values.beta2**taken).sqrt().to(dtype).unbind()))
-    torch._foreach_add_(update, values.eps.to(dtype))
+    torch._foreach_add_(update, values.eps.to(dtype), alpha=1)  # without alpha, eps is taken for a number, and read
     update = torch._foreach_div(means, update)
     torch._foreach_mul_(update, list((lr / (1 - values.beta1**taken)).to(dtype).unbind()))
     torch._foreach_sub_(weights, update)
 
-    torch._foreach_add_(steps, skip.zero(torch.ones_like(steps[0])))
+    torch._foreach_add_(steps, skip.zero(torch.ones_like(steps[0])), alpha=1)
     for computed, stored in ((weights, params), (means, exp_avgs), (squares, exp_avg_sqs), (largest, max_exp_avg_sqs)):
         _store(computed, stored)
 

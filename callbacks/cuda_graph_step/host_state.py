@@ -97,10 +97,10 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Whether two values of a snapshot are one: tensors by identity, others by type and value; NaN equals itself."""
+    """Whether two values of a snapshot are one: plain ones by type and value (NaN is itself), others by identity."""
     if before is after:
         return True
-    if isinstance(before, Tensor) or isinstance(after, Tensor) or type(before) is not type(after):
+    if type(before) is not type(after) or not isinstance(before, (*PLAIN, Contents, tuple)):
         return False
     return bool(before == after) or (before != before and after != after)
 

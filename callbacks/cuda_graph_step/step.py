@@ -15,6 +15,7 @@ from fasttrain.callbacks.cuda_graph_step.averaging import captured_averaging
 from fasttrain.callbacks.cuda_graph_step.carried import CarriedState
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.gradients import Gradients, Held
+from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler
 from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import Recorder, Recording
@@ -26,6 +27,9 @@ from fasttrain.errors import OptimizationError
 from fasttrain.step_results import StepLogs, numbers_logged_as_tensors
 
 Key = tuple[Signature, Window]
+
+MOST_WAITING_STEPS = 50
+"""Eager steps in which an optimizer under a loss scaler may go on making state on the host, before it is left out."""
 
 MOST_CHANGES = 3
 """Captures that may become useless because a built-in number of the optimizer changed, before it is left out."""
@@ -92,7 +96,8 @@ class GraphedStep:
         self.on_failure, self.on_note = on_failure, on_note
         self.module: Any = trainer.lightning_module
         self.has_optimizer = optimizer is not None and optimizer.is_known
-        self._constants_changed = 0
+        self._constants_changed = self._waiting_steps = 0
+        self._scales_loss = isinstance(getattr(trainer.precision_plugin, "scaler", None), DeviceGradScaler)
         self.is_off = False
         self.worst_noise = 0.0
         self.loop = DelegatedOptimization(trainer, self.run)
@@ -120,7 +125,7 @@ class GraphedStep:
             return self._run_plain(batch_idx, arguments, window)
         key = (signature, window)
         graph = self.find(signature, window)
-        if graph is None and self.pool.is_due(key) and (self._has_stepped or not window.steps):
+        if graph is None and self.pool.is_due(key) and self._is_ready(window):
             graph = self._capture(key, batch, batch_idx, arguments)
             leaves = []  # the static inputs hold them already
         if graph is None:
@@ -224,6 +229,20 @@ class GraphedStep:
             self.optimizer.release()
             self.optimizer = None
 
+    def _is_ready(self, window: Window) -> bool:
+        """Whether the optimizer and the loss scaler have made on the host whatever they make there."""
+        if not (window.steps and self.has_optimizer):
+            return True
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None) if self._scales_loss else None
+        waits = scaler.waits_for_host if isinstance(scaler, DeviceGradScaler) else None
+        if waits is None:
+            return self._has_stepped
+        # At the first loss scale steps overflow, and the optimizer makes its state at the first that does not.
+        self._waiting_steps += 1
+        if self._waiting_steps > MOST_WAITING_STEPS:
+            self._leave_optimizer_out(waits)
+        return False
+
     def _run_plain(self, batch_idx: int, arguments: Arguments, window: Window) -> Outputs:
         with ExitStack() as stack:
             self._enter_prepared(stack)
@@ -316,6 +335,8 @@ class GraphedStep:
             self.gradients.drop()
             self.gradients.bind()
             self.recorder.set_random_state(random)
+            if self._scales_loss:
+                self.trainer.precision_plugin.scaler.abandon_step()  # type: ignore[attr-defined]
             self._capture_failed(error)
             return None
         if not len(self.pool):

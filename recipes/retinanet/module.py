@@ -84,8 +84,8 @@ class RetinaNetTraining(pl.LightningModule):
         )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the learning rate, a host value."""
-        self.log("lr", torch.tensor(optimizer.param_groups[0]["lr"]))
+        """Log the learning rate: a host value, or the device's where the step is captured."""
+        self.log("lr", torch.as_tensor(optimizer.param_groups[0]["lr"]))
 
     def draw_samples(self, data: pl.LightningDataModule, folder: Path) -> None:
         """Draw detections on images of the validation set: one PNG an image, and a contact sheet of them."""
