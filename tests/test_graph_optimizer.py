@@ -1,7 +1,10 @@
 """A torch optimizer prepared for capture, on the CPU: its numbers, what others see of it, which can't be captured."""
 
 import copy
+import gc
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from inspect import currentframe
 from pathlib import Path
@@ -22,7 +25,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from fasttrain.callbacks.cuda_graph_step.dry_step import LEARNING_RATE, HostReads
+from fasttrain.callbacks.cuda_graph_step.dry_step import LEARNING_RATE, HostReads, dry_step_problem
 from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer, cycles_momentum
 from fasttrain.callbacks.cuda_graph_step.optimizer_recipes import RECIPES, known_class, recipe_for
 from fasttrain.errors import OptimizationError
@@ -36,6 +39,7 @@ ALL: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (Adam, {"amsgrad": True, "maximize": True}),
     (AdamW, {}),
     (AdamW, {"fused": True}),
+    (AdamW, {"foreach": True}),
     (NAdam, {"weight_decay": 0.01, "decoupled_weight_decay": True}),
     (RAdam, {"weight_decay": 0.01}),
     (Adamax, {"weight_decay": 0.01}),
@@ -126,8 +130,8 @@ def test_prepared_steps_equal_plain_ones_bit_for_bit(cls: type[Optimizer], optio
 def test_recipes_for_a_gpu_read_nothing_on_the_host(
     cls: type[Optimizer], options: dict[str, Any], foreach: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if foreach and options.get("fused"):
-        return  # torch refuses both
+    if options.keys() & {"fused", "foreach"}:
+        return
     # The capturable paths themselves run on any device; only a check at their beginning keeps the CPU out.
     module = sys.modules["torch.optim.adam" if cls is AdamW else cls.__module__]
     monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"], raising=cls is not SGD)
@@ -609,7 +613,29 @@ def test_other_optimizers_of_torch_are_judged_by_what_they_do() -> None:
     assert "Adagrad reads its learning rate on the host (adagrad.py:" in found
 
 
+def test_the_copies_are_freed_at_once() -> None:
+    copies = []
+
+    def prepare(twin: Optimizer) -> Any:
+        copies.extend(weakref.ref(parameter) for parameter in twin.param_groups[0]["params"])
+        return CapturableOptimizer(twin, CPU).prepared
+
+    gc.disable()
+    try:
+        assert dry_step_problem(OfAGroup(parameters()), CPU, prepare) is None
+        assert len(copies) == 3
+        assert all(each() is None for each in copies)
+    finally:
+        gc.enable()
+
+
 def test_an_optimizer_that_can_not_be_tried_is_refused() -> None:
+    locked = OfAGroup(parameters())
+    locked.lock = threading.Lock()
+    held = CapturableOptimizer(locked, CPU).problem()
+    assert held == (
+        "OfAGroup holds what can't be copied to try its step on (TypeError: cannot pickle '_thread.lock' object)"
+    )
     lbfgs = CapturableOptimizer(torch.optim.LBFGS(parameters()), CPU).problem()
     asks = CapturableOptimizer(AsksForAClosure(parameters()), CPU).problem()
     end = "evaluates the loss itself, as often as it wants to, in a closure that it asks for"

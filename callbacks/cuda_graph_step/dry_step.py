@@ -47,23 +47,28 @@ def dry_step_problem(optimizer: Optimizer, device: torch.device, prepare: Prepar
     closure = signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         return f"{name} evaluates the loss itself, as often as it wants to, in a closure that it asks for"
-    with random_state_kept():
+    try:
         twin = twin_of(optimizer)
-        prepared = prepare(twin)
-        try:
+    except Exception as error:
+        return f"{name} holds what can't be copied to try its step on ({type(error).__name__}: {error})"
+    try:
+        with random_state_kept():
+            prepared = prepare(twin)
             with prepared():
                 twin.step()  # the first step makes the state, and may do so on the host
             before = _Observed(twin)
             with prepared(), HostReads(_labels(twin), device) as reads:
                 twin.step()
-        except Exception as error:
-            return f"{name}'s step fails with its learning rate on the device ({type(error).__name__}: {error})"
-        problems = [*reads.problems.values(), *before.changes(_Observed(twin), device)]
+            problems = [*reads.problems.values(), *before.changes(_Observed(twin), device)]
+    except Exception as error:
+        return f"{name}'s step fails with its learning rate on the device ({type(error).__name__}: {error})"
+    finally:
+        vars(twin).clear()  # its hooks refer to it: the copies would stay in memory until the next garbage collection
     return "; ".join(f"{name}{problem}" for problem in problems[:3]) or None
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer of the same class whose tensors are copies; hooks and patches of `step` are left out."""
+    """Return an optimizer of the same class whose tensors are copies; hooks and patched methods are left out."""
     twin = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin}
     for group in optimizer.param_groups:
@@ -75,7 +80,8 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
                 copied.grad = torch.full_like(copied, 1e-3)
             memo[id(parameter)] = copied
     for key, value in vars(optimizer).items():
-        if key == "step" or key.startswith("_optimizer_"):
+        is_patch = callable(value) and hasattr(type(optimizer), key)  # of `step` by a scheduler: it would step ours
+        if is_patch or key.startswith("_optimizer_"):
             continue
         vars(twin)[key] = value if isinstance(value, nn.Module) else deepcopy(value, memo)
     Optimizer.__setstate__(twin, {})  # makes the empty tables of hooks

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from fasttrain.callbacks.cuda_graph_step.device_numbers import DeviceNumbers
 from fasttrain.callbacks.cuda_graph_step.dry_step import dry_step_problem
 from fasttrain.callbacks.cuda_graph_step.group_update import UPDATES
-from fasttrain.callbacks.cuda_graph_step.optimizer_recipes import FLAGS, known_class, recipe_for
+from fasttrain.callbacks.cuda_graph_step.optimizer_recipes import FLAGS, known_class, problem_of_tensors, recipe_for
 from fasttrain.errors import OptimizationError
 
 WRITTEN_BY_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
@@ -86,7 +86,7 @@ class CapturableOptimizer:
             )
         if self._needs_device_values():
             return self.device_values_problem()
-        return self._problem_of_tensors(complex_works=self._known is not SGD)
+        return problem_of_tensors(self.optimizer, self.device, complex_works=self._known is not SGD)
 
     def device_values_problem(self) -> str | None:
         """Return a sentence with the reason why `use_device_values` is not possible, None if it is."""
@@ -95,7 +95,7 @@ class CapturableOptimizer:
             return f"{name} takes nothing but lr from the device; SGD, Adam and AdamW take all their numbers"
         if any(_is_on(self.device, group["lr"]) for group in self.optimizer.param_groups):
             return f"{name}'s lr is a tensor on the device already; give a number"
-        return self._problem_of_tensors(complex_works=False)
+        return problem_of_tensors(self.optimizer, self.device, complex_works=False)
 
     def use_device_values(self, use: bool = True) -> None:
         """Have all numbers of SGD, Adam or AdamW on the device from the next step on, or lr only.
@@ -160,7 +160,12 @@ class CapturableOptimizer:
                 self._swap_out(swapped)
 
     def upload(self) -> None:
-        """Write the numbers that changed since the last time to the device, without waiting for it."""
+        """Write the numbers that changed since the last time to the device, without waiting for it.
+
+        Within `prepared()` it does nothing: that has done it.
+        """
+        if self._swapped is not None:
+            return
         self._current()
         numbers = self._host_numbers()
         if not self._numbers.hold(numbers):
@@ -270,24 +275,6 @@ class CapturableOptimizer:
             and any(group["momentum"] != 0 and group["dampening"] != 0 for group in self.optimizer.param_groups)
         )
 
-    def _problem_of_tensors(self, complex_works: bool) -> str | None:
-        name = type(self.optimizer).__name__
-        for number, group in enumerate(self.optimizer.param_groups):
-            if group.get("differentiable"):
-                return f"{name} is differentiable=True, which keeps its step in autograd's graph"
-            tensors = [key for key, value in group.items() if key not in ("lr", "params") and _holds_tensor(value)]
-            if tensors:
-                return f"{name}'s {tensors[0]} is a tensor, which its step reads on the host; give a number"
-            for index, parameter in enumerate(group["params"]):
-                which = f"parameter {index} of {name}'s group {number}"
-                if parameter.device != self.device:
-                    return f"{which} is on {parameter.device}, and the step runs on {self.device}"
-                if parameter.is_complex() and not complex_works:
-                    return f"{which} is complex, and its update on the device takes real numbers only"
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    return f"{which} has a sparse gradient, of another size at each step"
-        return None
-
     def _swap_in(self) -> list[tuple[dict[str, Any], str, Any, Any, int]]:
         """Put flags and device values into the groups; return group, key, host value, value inside, its version."""
         swapped: list[tuple[dict[str, Any], str, Any, Any, int]] = []
@@ -396,10 +383,6 @@ def _keeps_state_on_device(group: Mapping[str, Any]) -> bool:
 
 def _is_on(device: torch.device, value: Any) -> bool:
     return isinstance(value, Tensor) and value.device == device
-
-
-def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensor, value)))
 
 
 def _is_capturing(device: torch.device) -> bool:

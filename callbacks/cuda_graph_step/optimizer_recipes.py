@@ -6,6 +6,7 @@ from inspect import unwrap
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 FLAGS = ("capturable", "foreach", "fused")
@@ -24,9 +25,10 @@ class Recipe:
     small kernels for each parameter, the fused one reads every tensor once."""
 
     def flags_for(self, group: Mapping[str, Any], device: torch.device) -> dict[str, bool]:
-        """Return the flags of one parameter group; on the CPU, where torch refuses `capturable`, none."""
+        """Return the flags of one parameter group; on the CPU, where torch refuses `capturable`, the user's own."""
         if device.type != "cuda":
-            return {}
+            # Only that foreach without capturable refuses a learning rate in a tensor.
+            return {"foreach": False} if group.get("foreach") else {}
         flags = {key: value for key, value in self.flags.items() if key in group}
         is_open = group.get("fused") is None and group.get("foreach") is None
         if self.fused_if_open and is_open and all(p.is_floating_point() for p in group["params"]):
@@ -69,3 +71,33 @@ def recipe_for(optimizer: Optimizer) -> Recipe:
         return RECIPES[known]
     takes_the_flag = all("capturable" in group for group in optimizer.param_groups)
     return Recipe(_CAPTURABLE, ("step", "mu_product")) if takes_the_flag else Recipe({}, ())
+
+
+def problem_of_tensors(optimizer: Optimizer, device: torch.device, complex_works: bool) -> str | None:
+    """Return a sentence saying which of a known optimizer's tensors keeps its step from being captured, or None.
+
+    Args:
+        optimizer: of a class in RECIPES.
+        device: where the step runs.
+        complex_works: whether the kernels that are meant take complex parameters.
+    """
+    name = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            return f"{name} is differentiable=True, which keeps its step in autograd's graph"
+        tensors = [key for key, value in group.items() if key not in ("lr", "params") and _holds_tensor(value)]
+        if tensors:
+            return f"{name}'s {tensors[0]} is a tensor, which its step reads on the host; give a number"
+        for index, parameter in enumerate(group["params"]):
+            which = f"parameter {index} of {name}'s group {number}"
+            if parameter.device != device:
+                return f"{which} is on {parameter.device}, and the step runs on {device}"
+            if parameter.is_complex() and not complex_works:
+                return f"{which} is complex, and its update on the device takes real numbers only"
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                return f"{which} has a sparse gradient, of another size at each step"
+    return None
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensor, value)))

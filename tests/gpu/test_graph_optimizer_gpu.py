@@ -36,7 +36,7 @@ TORCH_TIER: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True, "foreach": False}),
     (NAdam, {"lr": 0.01, "weight_decay": 0.01, "decoupled_weight_decay": True}),
     (NAdam, {"lr": 0.01, "foreach": False}),
-    (RAdam, {"lr": 0.01}),
+    (RAdam, {"lr": 0.01, "betas": (0.9, 0.99)}),
     (Adamax, {"lr": 0.01}),
     (Adadelta, {"lr": 1.0}),
     (ASGD, {"lr": 0.01, "t0": 5}),
@@ -149,7 +149,6 @@ def test_replays_with_a_changing_rate_equal_eager_steps(cls: type[Optimizer], op
         eager(stepped, theirs)
         plain.step()
     assert_bits_equal(graphed, stepped)
-    # Rprop takes the sign of products and RAdam switches at a threshold: a rounding may decide them.
     assert_close(graphed, plain)
     assert [group["lr"] for group in graphed.param_groups] == [group["lr"] for group in plain.param_groups]
     assert all(type(group["lr"]) is float for group in graphed.param_groups)
@@ -216,7 +215,9 @@ def test_a_replay_skips_where_a_gradient_overflowed(
     write(gradients, 1)
     found_inf.fill_(0.0)
     graph.replay()
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in tensors_of(optimizer).items())
+    for name, tensor in tensors_of(optimizer).items():
+        if name.startswith(("parameter", "step", "momentum")):  # a largest second moment may stay
+            assert not torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize("device_values", [False, True])
@@ -315,17 +316,17 @@ class ReadsItsRate(Descent):
 
 class CopiesToTheDevice(Descent):
     def update(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        param.sub_(param.grad * torch.full((1,), 0.1).to(param.device))
+        param.sub_(param.grad * torch.full((), 0.1).to(param.device))
 
 
 @pytest.mark.parametrize(
     ("cls", "start"),
     [
         (CountsOnTheHost, "CountsOnTheHost's state 't' is on cpu, where a replay on cuda:0 would not advance it"),
-        (ReadsItsRate, "ReadsItsRate reads its learning rate on the host (test_graph_optimizer.py:"),
+        (ReadsItsRate, "ReadsItsRate reads its learning rate on the host (test_graph_optimizer_gpu.py:"),
         (
             CopiesToTheDevice,
-            "CopiesToTheDevice copies a value between the host and the device (test_graph_optimizer.py:",
+            "CopiesToTheDevice copies a value between the host and the device (test_graph_optimizer_gpu.py:",
         ),
     ],
 )
