@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from fasttrain.batches import flatten, map_tensors, tensors_in
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
@@ -58,7 +58,10 @@ class CapturedFunction:
         warm_up: eager calls before the first capture.
         eager_first: eager calls of each further signature.
         max_graphs: kept at the same time.
-        check: compare the first replay of each graph with the eager call, in outputs, parameters and optimizer state.
+        module: whose buffers the function changes, as batch normalization does; the function's own object, if it is a
+            method of a module.
+        check: compare the first replay of each graph with the eager call, in outputs, parameters, buffers and optimizer
+            state. Not done without a module: what else the function changes would be changed twice.
         stand_in: run the function again instead of replaying a graph; always so without CUDA.
 
     Raises:
@@ -75,6 +78,7 @@ class CapturedFunction:
         warm_up: int = 3,
         eager_first: int = 1,
         max_graphs: int = 16,
+        module: nn.Module | None = None,
         check: bool = True,
         stand_in: bool = False,
     ) -> None:
@@ -86,7 +90,9 @@ class CapturedFunction:
         self.device = torch.device(device) if device is not None else plain[0].param_groups[0]["params"][0].device
         self.optimizers = [CapturableOptimizer(optimizer, self.device) for optimizer in plain]
         self.pool: GraphPool[_Graph] = GraphPool(max_graphs, warm_up, eager_first)
-        self.check, self.failure = check, ""
+        owner = getattr(function, "__self__", None)
+        self.module = module if module is not None or not isinstance(owner, nn.Module) else owner
+        self.check, self.failure = check and self.module is not None, ""
         self._recorder = EagerRecorder() if stand_in else recorder_for(self.device)
         self._generations = [optimizer.generation for optimizer in self.optimizers]
         self._put_precision_back = take_over_precision(precision) if precision is not None else None
@@ -196,7 +202,8 @@ class CapturedFunction:
         warnings.warn(f"CapturedFunction: calls run eagerly, since {reason}.", stacklevel=4)
 
     def _state(self) -> dict[str, Tensor]:
-        state = {}
+        module = self.module
+        state = {} if module is None else {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for number, optimizer in enumerate(self.optimizers):
             parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
             for index, parameter in enumerate(parameters):

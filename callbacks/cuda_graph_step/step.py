@@ -270,8 +270,11 @@ class GraphedStep:
             reason = str(error)
         self.pool.count_eager(key)
         self._has_stepped |= window.steps
-        if window.steps and self.optimizer is not None and not self.has_optimizer:
-            self._try_unknown_optimizer()
+        if window.steps and self.optimizer is not None:
+            if not self.has_optimizer:
+                self._try_unknown_optimizer()
+            elif self.optimizer.changed_inside:
+                self._leave_optimizer_out(f"its step itself changes {self.optimizer.changed_inside[0]} on the host")
         self._last = None
         if reason is not None:
             self.turn_off(reason)
@@ -328,8 +331,11 @@ class GraphedStep:
             return self._device_step(inputs.batch, batch_idx, others, window, whole)
 
         random = self.recorder.random_state()
+        entries = self.optimizer.state_entries() if self.optimizer is not None else 0
         try:
             recording = self.recorder.record(function)
+            if self.optimizer is not None and self.optimizer.state_entries() > entries:
+                raise OptimizationError("the optimizer made state in the capture, which every replay would make anew")
         except Exception as error:
             self.carried.bind(as_they_were=True)
             self.gradients.drop()
