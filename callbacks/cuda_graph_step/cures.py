@@ -85,8 +85,7 @@ KINDS: dict[str, Kind] = {
         "lstsq have none and must stay outside of the captured step",
     ),
     "checked sampling": Kind(
-        "{op} checks its probabilities or deviations on the host",
-        "multinomial: (logits - torch.empty_like(logits).exponential_().log()).topk(k).indices; normal: "
+        "{op} checks its deviations on the host",
         "mean + std * torch.randn_like(std), which is rsample() of torch.distributions.Normal in place of sample()",
     ),
     "non-maximum suppression": Kind(

@@ -154,9 +154,10 @@ def _judge(
 
 
 def _reason(findings: list[Finding], hook: str) -> str:
-    first, *others = findings
+    first = findings[0]
     inside = "" if first.function == hook else f"within {hook}, "
-    more = f" (and {len(others)} more such {'place' if len(others) == 1 else 'places'})" if others else ""
+    others = len({(finding.file, finding.line) for finding in findings}) - 1
+    more = f" (and {others} more such {'place' if others == 1 else 'places'})" if others else ""
     return f"{inside}{first.sentence}{more}"
 
 

@@ -150,7 +150,8 @@ class SyncFinder:
                 torch.cuda.set_sync_debug_mode(mode)
 
     def _on_warning(self, message: Warning | str, *rest: Any, **others: Any) -> None:
-        site = self.site()
+        # Warnings of the backward's threads are issued when it has ended, at the line that called it.
+        site = None if self.function is not None and self.function.name in ("backward", "grad") else self.site()
         place = site.where if site else None
         name = f"torch.{self.function.name}" if self.function else "an operator"
         kind, what = self._hidden.get(place, (kind_of_warning(self.function), name))
