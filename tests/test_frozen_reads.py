@@ -583,6 +583,46 @@ def test_nothing_is_run_by_looking() -> None:
     assert frozen_reads(module.training_step, module) == []
 
 
+class Shared(Lit):
+    """Uses one function for training and validation."""
+
+    def step(self, batch: Any, batch_idx: int, stage: str = "train", quiet: bool = True) -> Any:
+        if stage == "val" and batch_idx < 10:
+            print(batch_idx)
+        if not quiet:
+            self.history.append(batch)
+        if stage in ("val", "test"):
+            for _ in batch:
+                self.scale = 0
+        return batch if stage is None else batch * 2
+
+    def loops(self, batch: Any, first: bool = True) -> Any:
+        for _ in batch:
+            if first:
+                first = False
+            else:
+                self.scale = 0
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("body", "read", "done"),
+    [
+        ("self.step(batch, batch_idx)", [], []),
+        ("self.step(batch, batch_idx, 'train')", [], []),
+        ("self.step(batch, batch_idx, stage='train', quiet=False)", [], ["self.history.append()"]),
+        ("self.step(batch, batch_idx, 'val')", ["batch_idx"], ["print()", "self.scale"]),
+        ("self.step(batch, batch_idx, 'test')", [], ["self.scale"]),
+        ("self.step(batch, batch_idx, self.stage)", ["batch_idx"], ["print()", "self.scale"]),
+        ("self.step(*batch)", [], ["print()", "self.history.append()", "self.scale"]),
+        ("self.loops(batch)", [], ["self.scale"]),
+    ],
+)
+def test_a_branch_that_a_literal_argument_excludes_is_left_out(body: str, read: list[str], done: list[str]) -> None:
+    assert set(reads(body, base=Shared, stage="val")) == set(read)
+    assert effects(body, base=Shared, stage="val") == done
+
+
 def test_blocks_branches_and_handlers_lose_nothing() -> None:
     def body(self: Any, batch: Any, batch_idx: int) -> Any:
         with torch.autocast("cpu"), torch.no_grad():

@@ -1,7 +1,8 @@
 """A function's bytecode, walked once from top to bottom without running it: what it loads, calls, stores and uses.
 
 What the values are is left to a `Reader`, which makes them and is told what happens to them. Control flow is followed
-forwards only and a branch's stack is merged where it rejoins, which is enough to know who is called with what.
+forwards only and a branch's stack is merged where it rejoins, which is enough to know who is called with what. A branch
+is left out if an argument that is a literal in this call decides it, as in `if stage == "val"`.
 Written for CPython 3.11 to 3.13; an opcode that is not known by name is taken by its stack effect.
 """
 
@@ -9,6 +10,7 @@ import dis
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import CodeType
 from typing import Any, Final
 
@@ -26,7 +28,7 @@ _LIST_TO_TUPLE = 6  # of CALL_INTRINSIC_1
 
 @dataclass(frozen=True)
 class Constant:
-    """A literal of the code."""
+    """A literal of the code, or an argument that is one in this call."""
 
     value: Any
 
@@ -117,20 +119,40 @@ def bind(code: CodeType, args: Sequence[Value], kwargs: Mapping[str, Value] | No
 class _Walk:
     def __init__(self, code: CodeType, variables: dict[str, Value], reader: Reader) -> None:
         self.code, self.variables, self.reader = code, variables, reader
+        for name in _stored(code):
+            if isinstance(variables.get(name), Constant):
+                variables[name] = UNKNOWN  # a loop may come back with another value
         self.stack: list[Value] = []
+        self.left_out_before = 0
         self.reached = True
         self.waiting: dict[int, list[Value]] = {}
         self.keywords: tuple[str, ...] = ()
 
     def run(self) -> None:
         for op in dis.get_instructions(self.code):
+            if op.offset < self.left_out_before and op.offset not in self.waiting:
+                continue
+            self.left_out_before = 0
             self.arrive(op.offset)
             if op.positions is not None and op.positions.lineno is not None:
                 self.reader.line = op.positions.lineno
-            if op.opcode in _JUMPS and op.argval > op.offset:
+            decided = self.decided(op)
+            if op.opcode in _JUMPS and op.argval > op.offset and decided is not False:
                 self.leave_for(op.argval, dis.stack_effect(op.opcode, op.arg, jump=True))
             self.act(op)
-            self.reached = not op.opname.startswith(_LEAVES)
+            self.left_out_before = op.argval if decided else 0
+            self.reached = not (decided or op.opname.startswith(_LEAVES))
+
+    def decided(self, op: dis.Instruction) -> bool | None:
+        """Whether a forward jump is taken, if a literal decides that."""
+        value = self.stack[-1] if self.stack else UNKNOWN
+        if op.opcode not in _JUMPS or op.argval <= op.offset or not isinstance(value, Constant):
+            return None
+        if op.opname.endswith(("_NONE",)):
+            return (value.value is None) is not op.opname.endswith("_NOT_NONE")
+        if op.opname.endswith(("_IF_TRUE", "_IF_TRUE_OR_POP")):
+            return bool(value.value)
+        return not value.value if op.opname.endswith(("_IF_FALSE", "_IF_FALSE_OR_POP")) else None
 
     def arrive(self, offset: int) -> None:
         """Take over the stack of the branches that jump here. An exception handler starts with nothing known."""
@@ -174,11 +196,11 @@ class _Walk:
         names = op.argval if isinstance(op.argval, tuple) else (op.argval,)
         match op.opname:
             case "STORE_FAST_LOAD_FAST":
-                (self.variables[names[0]],) = self.pop()
+                self.variables[names[0]] = _no_literal(*self.pop())
                 self.push(self.variables.get(names[1], UNKNOWN))
             case "STORE_FAST" | "STORE_DEREF" | "STORE_NAME" | "STORE_FAST_STORE_FAST":
                 for name in names:
-                    (self.variables[name],) = self.pop()
+                    self.variables[name] = _no_literal(*self.pop())
             case "LOAD_CLOSURE" | "LOAD_DEREF":
                 self.push(self.variables.get(op.argval, UNKNOWN))
             case opname if opname.startswith("LOAD_FAST"):
@@ -237,7 +259,8 @@ class _Walk:
                 callee, _ = _callee(below, [])
                 self.use(*(value for value in (args, kwargs) if not isinstance(value, (Items, Entries))))
                 positional = args.values if isinstance(args, Items) else ()
-                self.push(self.reader.call(callee, positional, kwargs.values if isinstance(kwargs, Entries) else None))
+                all_known = isinstance(args, Items) and isinstance(kwargs, Entries)
+                self.push(self.reader.call(callee, positional, kwargs.values if all_known else None))
             case _:
                 return False
         return True
@@ -315,6 +338,10 @@ class _Walk:
                 self.stack += [last, *between[1:], between[0]] if between else [last]
             case "BINARY_OP" if op.argrepr == "[]":
                 self.subscript()
+            case "COMPARE_OP" | "IS_OP" | "CONTAINS_OP" | "TO_BOOL" | "UNARY_NOT":
+                operands = self.pop(1 - dis.stack_effect(op.opcode, op.arg))
+                self.use(*operands)
+                self.push(_outcome(op, operands))
             case "BINARY_OP":
                 left, right = self.pop(2)
                 self.use(left, right)
@@ -390,6 +417,39 @@ def _callee(pair: Sequence[Value], args: list[Value]) -> tuple[Value, list[Value
     if lower is _NULL or upper is _NULL:
         return (upper if lower is _NULL else lower), args
     return lower, [upper, *args]
+
+
+def _outcome(op: dis.Instruction, operands: Sequence[Value]) -> Value:
+    """Return the outcome of a test whose operands are all literals."""
+    if not all(isinstance(operand, Constant) for operand in operands):
+        return UNKNOWN
+    left, right = operands[0].value, operands[-1].value
+    match op.opname, op.argval:
+        case "TO_BOOL", _:
+            return Constant(bool(left))
+        case "UNARY_NOT", _:
+            return Constant(not left)
+        case "IS_OP", inverted:
+            return Constant((left is right) != bool(inverted))
+        case "CONTAINS_OP", inverted if isinstance(right, (str, tuple, frozenset)) and isinstance(left, str):
+            return Constant((left in right) != bool(inverted))
+        case "COMPARE_OP", "==" | "!=":
+            return Constant((left == right) == (op.argval == "=="))
+    return UNKNOWN
+
+
+def _no_literal(value: Value) -> Value:
+    """Return a value for a variable of the code, which is not known to keep a literal."""
+    return UNKNOWN if isinstance(value, Constant) else value
+
+
+@cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Return the variables that a function, or one inside of it, stores."""
+    stores = (op.argval for op in dis.get_instructions(code) if op.opname.startswith(("STORE_FAST", "STORE_DEREF")))
+    names = {name for value in stores for name in (value if isinstance(value, tuple) else (value,))}
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(names.union(*map(_stored, nested)))
 
 
 def _merged(stack: Sequence[Value], other: Sequence[Value]) -> list[Value]:

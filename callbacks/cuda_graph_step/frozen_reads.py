@@ -112,7 +112,7 @@ def inspect_hook(
         named = plain.__code__.co_varnames[len(itself) : plain.__code__.co_argcount]
         by_name = {"batch_idx": Ref("batch_idx", ABSENT, Role.STEP), "trainer": Ref("trainer", ABSENT, Role.TRAINER)}
         arguments = given or [by_name.get(name, UNKNOWN) for name in named]
-        inspection.enter(plain, [*itself, *arguments])
+        inspection.enter(plain, [*itself, *arguments], {} if given else None)
     return inspection
 
 

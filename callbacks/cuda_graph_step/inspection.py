@@ -90,11 +90,11 @@ class Inspection:
     def enter(self, function: FunctionType, args: Sequence[Value], kwargs: Mapping[str, Value] | None = None) -> None:
         """Walk through a function that is called with these arguments, once for each kind of them."""
         code = function.__code__
-        given = bind(code, args, kwargs)
+        given = {**(literal_defaults(function) if kwargs is not None else {}), **bind(code, args, kwargs)}
         if code in self.judged_apart and not any(_is_step_value(value) for value in given.values()):
             self.reached.add(code)
             return
-        kind = (code, *((name, value.path, id(value.thing)) for name, value in given.items() if isinstance(value, Ref)))
+        kind = (code, *((name, _identity(value)) for name, value in given.items()))
         if kind in self._seen or self._depth >= GREATEST_DEPTH or len(self._seen) >= MOST_FUNCTIONS:
             return
         self._seen.add(kind)
@@ -334,6 +334,14 @@ class _Frame(Reader):
         return False
 
 
+def literal_defaults(function: FunctionType) -> dict[str, Value]:
+    """Return the parameters whose default is a literal, and that."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    every = {**dict(zip(positional, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    return {name: Constant(value) for name, value in every.items() if is_plain(value)}
+
+
 def short_name(code: CodeType) -> str:
     """Return a function's name as its class's user knows it."""
     return code.co_qualname.rpartition("<locals>.")[2]
@@ -341,6 +349,13 @@ def short_name(code: CodeType) -> str:
 
 def _path(method: MethodType) -> str:
     return type(method.__self__).__name__
+
+
+def _identity(value: Value) -> Any:
+    """Return what tells a kind of argument from another: a reference's target, or a literal."""
+    if isinstance(value, Ref):
+        return value.path, id(value.thing)
+    return (type(value.value), value.value) if isinstance(value, Constant) and is_plain(value.value) else None
 
 
 def _is_step_value(value: Value) -> bool:

@@ -15,8 +15,8 @@ from fasttrain.callbacks.cuda_graph_step.averaging import captured_averaging
 from fasttrain.callbacks.cuda_graph_step.carried import CarriedState
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.gradients import Gradients, Held
-from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler
 from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer_part import OptimizerPart
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import Recorder, Recording
 from fasttrain.callbacks.cuda_graph_step.self_check import compare_replay
@@ -27,12 +27,6 @@ from fasttrain.errors import OptimizationError
 from fasttrain.step_results import StepLogs, numbers_logged_as_tensors
 
 Key = tuple[Signature, Window]
-
-MOST_WAITING_STEPS = 50
-"""Eager steps in which an optimizer under a loss scaler may go on making state on the host, before it is left out."""
-
-MOST_CHANGES = 3
-"""Captures that may become useless because a built-in number of the optimizer changed, before it is left out."""
 
 
 @dataclass
@@ -90,14 +84,10 @@ class GraphedStep:
         on_failure: Callable[[str], None],
         on_note: Callable[[str], None],
     ) -> None:
-        self.trainer, self.recorder, self.optimizer, self.pool, self.options = (
-            trainer, recorder, optimizer, pool, options,
-        )  # fmt: skip
+        self.trainer, self.recorder, self.pool, self.options = trainer, recorder, pool, options
         self.on_failure, self.on_note = on_failure, on_note
         self.module: Any = trainer.lightning_module
-        self.has_optimizer = optimizer is not None and optimizer.is_known
-        self._constants_changed = self._waiting_steps = 0
-        self._scales_loss = isinstance(getattr(trainer.precision_plugin, "scaler", None), DeviceGradScaler)
+        self.optimizer = OptimizerPart(optimizer, trainer.precision_plugin, self._forget_graphs_without_optimizer)
         self.is_off = False
         self.worst_noise = 0.0
         self.loop = DelegatedOptimization(trainer, self.run)
@@ -108,24 +98,22 @@ class GraphedStep:
         self.host = HostWatch(self.module, trainer.strategy.root_device)
         self.averaging = captured_averaging(trainer, recorder, on_note)
         self._others_had_their_turn = True
-        self._has_stepped = False
         self._last: StepGraph | None = None
         self._mismatch: str | None = None
-        self._generation = optimizer.generation if optimizer is not None else 0
 
     def run(self, batch_idx: int, arguments: Arguments) -> Outputs:
         """Do one step on a batch that is on the device: the delegate of Lightning's optimization."""
         batch, window = arguments.get("batch"), self.loop.window(batch_idx)
         if self.is_off or batch is None:
-            return self._run_plain(batch_idx, arguments, window)
+            return self._run_plain(batch_idx, arguments)
         try:
             leaves, signature = flatten(batch)
         except OpaqueLeaf as error:
             self.turn_off(f"{error}, which is neither a tensor nor a value that can be compared")
-            return self._run_plain(batch_idx, arguments, window)
+            return self._run_plain(batch_idx, arguments)
         key = (signature, window)
         graph = self.find(signature, window)
-        if graph is None and self.pool.is_due(key) and self._is_ready(window):
+        if graph is None and self.pool.is_due(key) and self.optimizer.is_ready(window):
             graph = self._capture(key, batch, batch_idx, arguments)
             leaves = []  # the static inputs hold them already
         if graph is None:
@@ -143,46 +131,17 @@ class GraphedStep:
         if self._others_had_their_turn:
             self._others_had_their_turn = False
             change = self.watch.look() or change
-        if change is None and self.has_optimizer:
-            change = self._optimizer_change()
+        change = change or self.optimizer.change()
         if change is not None and len(self.pool):
             self.on_note(f"{change}, so the step is captured anew")
             self._forget_graphs()
         return self.pool.find((signature, window))
 
-    def _optimizer_change(self) -> str | None:
-        """Say what the graphs have built in of the optimizer and is different now."""
-        assert self.optimizer is not None
-        if self.optimizer.generation != self._generation:
-            self._generation = self.optimizer.generation
-            return "the optimizer's state was loaded or its groups changed"
-        changed = self.optimizer.constants_changed()
-        if not changed:
-            return None
-        self._constants_changed += 1
-        if self.optimizer.device_values_problem() is None:
-            self.optimizer.use_device_values()
-            self._generation = self.optimizer.generation
-        elif self._constants_changed > MOST_CHANGES:
-            self._leave_optimizer_out(f"the optimizer's {changed[0]} changes again and again")
-        return f"the optimizer changed {changed[0]}"
-
-    def _leave_optimizer_out(self, reason: str) -> None:
-        """Capture forward and backward alone from now on."""
-        self.on_note(f"the optimizer's step is left outside of the graph, since {reason}")
-        self._forget_graphs()
-        self.has_optimizer = False
-        if self.optimizer is not None:
-            self.optimizer.release()
-            self.optimizer = None
-
     def replay(self, graph: StepGraph, leaves: list[Tensor], batch_idx: int) -> None:
         """Do the step on a batch's tensors, and everything on the host that goes with it."""
         if leaves:
             graph.inputs.copy_from(leaves)
-        if self.has_optimizer:
-            assert self.optimizer is not None
-            self.optimizer.upload()
+        self.optimizer.before_replay()
         self.carried.bind()
         self.results.before_replay()
         if graph.window.accumulate > 1:
@@ -225,27 +184,10 @@ class GraphedStep:
         self.loop.put_back()
         for averaging in self.averaging:
             averaging.put_back()
-        if self.optimizer is not None:
-            self.optimizer.release()
-            self.optimizer = None
+        self.optimizer.release()
 
-    def _is_ready(self, window: Window) -> bool:
-        """Whether the optimizer and the loss scaler have made on the host whatever they make there."""
-        if not (window.steps and self.has_optimizer):
-            return True
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None) if self._scales_loss else None
-        waits = scaler.waits_for_host if isinstance(scaler, DeviceGradScaler) else None
-        if waits is None:
-            return self._has_stepped
-        # At the first loss scale steps overflow, and the optimizer makes its state at the first that does not.
-        self._waiting_steps += 1
-        if self._waiting_steps > MOST_WAITING_STEPS:
-            self._leave_optimizer_out(waits)
-        return False
-
-    def _run_plain(self, batch_idx: int, arguments: Arguments, window: Window) -> Outputs:
-        with ExitStack() as stack:
-            self._enter_prepared(stack)
+    def _run_plain(self, batch_idx: int, arguments: Arguments) -> Outputs:
+        with self.optimizer.prepared():
             return self.loop.run_plain(batch_idx, arguments)
 
     def _run_eagerly(self, key: Key, batch_idx: int, arguments: Arguments) -> Outputs:
@@ -253,7 +195,7 @@ class GraphedStep:
         window, numbers, reason = key[1], dict[str, float](), None
         with ExitStack() as stack:
             stack.enter_context(self.recorder.warm_up())
-            self._enter_prepared(stack)
+            stack.enter_context(self.optimizer.prepared())
             stack.enter_context(numbers_logged_as_tensors(self.module, numbers))
             if self.gradients.static:
                 self.gradients.bind()
@@ -269,29 +211,11 @@ class GraphedStep:
         except OptimizationError as error:
             reason = str(error)
         self.pool.count_eager(key)
-        self._has_stepped |= window.steps
-        if window.steps and self.optimizer is not None:
-            if not self.has_optimizer:
-                self._try_unknown_optimizer()
-            elif self.optimizer.changed_inside:
-                self._leave_optimizer_out(f"its step itself changes {self.optimizer.changed_inside[0]} on the host")
+        self.optimizer.after_eager_step(window)
         self._last = None
         if reason is not None:
             self.turn_off(reason)
         return outputs
-
-    def _enter_prepared(self, stack: ExitStack) -> None:
-        if self.has_optimizer and self.optimizer is not None:
-            stack.enter_context(self.optimizer.prepared())
-
-    def _try_unknown_optimizer(self) -> None:
-        """Decide about an optimizer that nobody here knows, once it has gradients and state to try it on."""
-        assert self.optimizer is not None
-        reason = self.optimizer.problem()
-        if reason is not None:
-            self._leave_optimizer_out(reason)
-        else:
-            self.has_optimizer, self._has_stepped = True, False  # it has yet to take a prepared step
 
     def _device_step(self, batch: Any, batch_idx: int, others: Arguments, window: Window, whole: bool) -> Any:
         """Do a step's work on the device and leave the host as it was: what is captured, and run again to check it."""
@@ -299,7 +223,7 @@ class GraphedStep:
             stack.enter_context(self.loop.progress_kept())
             stack.enter_context(self.carried.metrics_kept())
             if whole:
-                self._enter_prepared(stack)
+                stack.enter_context(self.optimizer.prepared())
             if window.accumulate > 1:
                 stack.enter_context(self.gradients.zeroed_in_place())
             logs = stack.enter_context(self.results.collecting())
@@ -313,16 +237,14 @@ class GraphedStep:
 
     def _capture(self, key: Key, batch: Any, batch_idx: int, arguments: Arguments) -> StepGraph | None:
         """Capture this key's step; None where that failed and the step is to run eagerly."""
-        window, whole = key[1], self.has_optimizer
+        window, whole = key[1], self.optimizer.is_in
         inputs = StaticInputs(batch, self.trainer.strategy.root_device)
         self.results.settle()
         self.results.batch_size = None  # Lightning would take the last batch's
         self.results.prepare()
         if window.accumulate > 1:
             self.gradients.make_static()
-        if self.has_optimizer and self.optimizer is not None:
-            self.optimizer.upload()
-            self.optimizer.accept()
+        self.optimizer.before_capture()
         self.carried.bind()
 
         others = OrderedDict((name, value) for name, value in arguments.items() if name != "batch")
@@ -331,18 +253,17 @@ class GraphedStep:
             return self._device_step(inputs.batch, batch_idx, others, window, whole)
 
         random = self.recorder.random_state()
-        entries = self.optimizer.state_entries() if self.optimizer is not None else 0
+        entries = self.optimizer.state_entries()
         try:
             recording = self.recorder.record(function)
-            if self.optimizer is not None and self.optimizer.state_entries() > entries:
+            if self.optimizer.state_entries() > entries:
                 raise OptimizationError("the optimizer made state in the capture, which every replay would make anew")
         except Exception as error:
             self.carried.bind(as_they_were=True)
             self.gradients.drop()
             self.gradients.bind()
             self.recorder.set_random_state(random)
-            if self._scales_loss:
-                self.trainer.precision_plugin.scaler.abandon_step()  # type: ignore[attr-defined]
+            self.optimizer.abandon_step()
             self._capture_failed(error)
             return None
         if not len(self.pool):
@@ -363,8 +284,8 @@ class GraphedStep:
 
     def _capture_failed(self, error: Exception) -> None:
         reason = why_capture_failed(error)
-        if self.has_optimizer:
-            self._leave_optimizer_out(f"the whole step can't be captured: {reason}")
+        if self.optimizer.is_in:
+            self.optimizer.leave_out(f"the whole step can't be captured: {reason}")
         else:
             self.turn_off(f"the step can't be captured: {reason}; `fasttrain doctor` names every such place")
 
@@ -417,6 +338,10 @@ class GraphedStep:
             if isinstance(value := getattr(scaler, name, None), Tensor):
                 state[f"the loss scaler's {name.strip('_')}"] = value
         return state
+
+    def _forget_graphs_without_optimizer(self, reason: str) -> None:
+        self.on_note(f"the optimizer's step is left outside of the graph, since {reason}")
+        self._forget_graphs()
 
     def _forget_graphs(self) -> None:
         self.results.settle()
