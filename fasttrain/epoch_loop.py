@@ -109,7 +109,7 @@ class DelegatedOptimization(_AutomaticOptimization):
     def count(self, window: Window, stepped: bool) -> None:
         """Count a step that was done without Lightning's own code."""
         if window.zeroes:
-            zero_grad = self.optim_progress.optimizer.zero_grad
+            zero_grad: Any = self.optim_progress.optimizer.zero_grad
             for progress in (zero_grad.total, zero_grad.current):
                 progress.ready += 1
                 progress.started += 1

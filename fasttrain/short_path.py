@@ -9,7 +9,7 @@ otherwise `_TrainingEpochLoop.advance` of Lightning 2.6; `tests/test_epoch_loop.
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -56,13 +56,14 @@ class ShortPath:
     """
 
     def __init__(self, trainer: pl.Trainer, optimization: DelegatedOptimization, replays: Replays) -> None:
-        self.trainer, self.optimization, self.replays = trainer, optimization, replays
-        self._loop: Any = trainer.fit_loop.epoch_loop
+        self.trainer = cast(Any, trainer)
+        self.optimization, self.replays = optimization, replays
+        self._loop = cast(Any, trainer.fit_loop.epoch_loop)
         self._connector: Any = trainer._logger_connector
         self._plain: Callable[[_DataFetcher], None] = self._loop.advance
         self._callbacks: list[pl.Callback] = []
         self._drawn_at = 0.0
-        profiler = trainer.profiler
+        profiler = self.trainer.profiler
         self._clock = profiler if isinstance(profiler, RunClock) else None
         self._is_watched = not isinstance(profiler, (PassThroughProfiler, RunClock))
         self._transfer_mark = f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
@@ -164,7 +165,7 @@ class ShortPath:
         if not self._module_starts:
             return False
         with _named(module, "on_train_batch_start"):
-            return module.on_train_batch_start(batch, batch_idx) == -1
+            return bool(module.on_train_batch_start(batch, batch_idx) == -1)
 
     def _call_end_hooks(self, outputs: Any, batch: Any, batch_idx: int, draws: bool) -> None:
         trainer, module = self.trainer, self.trainer.lightning_module
@@ -218,7 +219,7 @@ def overrides(owner: Any, hook: str, base: type) -> bool:
     return getattr(function, "__func__", function) is not getattr(base, hook)
 
 
-def transfer_is_plain(trainer: pl.Trainer) -> bool:
+def transfer_is_plain(trainer: Any) -> bool:
     """Whether a batch reaches the device as it is, so that it may be copied straight into static inputs."""
     module, data = trainer.lightning_module, trainer.datamodule
     strategy: Any = trainer.strategy

@@ -70,8 +70,8 @@ class CapturedAveraging:
     def _update_again(self) -> None:
         """Do what `AveragedModel.update_parameters` of torch 2.11 to 2.14 does from the second call on."""
         average = self.average
-        ours = list(average.module.parameters())
-        theirs = list(self.model.parameters())
+        ours: list[Tensor] = list(average.module.parameters())
+        theirs: list[Tensor] = list(self.model.parameters())
         buffers = list(zip(average.module.buffers(), self.model.buffers(), strict=True))
         if average.use_buffers:
             ours, theirs = ours + [o for o, _ in buffers], theirs + [t for _, t in buffers]

@@ -124,15 +124,16 @@ class _Walk:
                 variables[name] = UNKNOWN  # a loop may come back with another value
         self.stack: list[Value] = []
         self.left_out_before = 0
+        self.not_taken: set[int] = set()
+        self.is_left_out = False
         self.reached = True
         self.waiting: dict[int, list[Value]] = {}
         self.keywords: tuple[str, ...] = ()
 
     def run(self) -> None:
         for op in dis.get_instructions(self.code):
-            if op.offset < self.left_out_before and op.offset not in self.waiting:
+            if self.leaves_out(op):
                 continue
-            self.left_out_before = 0
             self.arrive(op.offset)
             if op.positions is not None and op.positions.lineno is not None:
                 self.reader.line = op.positions.lineno
@@ -141,7 +142,17 @@ class _Walk:
                 self.leave_for(op.argval, dis.stack_effect(op.opcode, op.arg, jump=True))
             self.act(op)
             self.left_out_before = op.argval if decided else 0
+            if decided is False:
+                self.not_taken.add(op.argval)
             self.reached = not (decided or op.opname.startswith(_LEAVES))
+
+    def leaves_out(self, op: dis.Instruction) -> bool:
+        """Whether no call of this kind gets here. Exception handlers are never left out; they may lie anywhere."""
+        if op.offset in self.waiting or op.opname == "PUSH_EXC_INFO":
+            self.left_out_before, self.is_left_out = 0, False
+        elif op.offset in self.not_taken and not self.reached:
+            self.is_left_out = True
+        return self.is_left_out or op.offset < self.left_out_before
 
     def decided(self, op: dis.Instruction) -> bool | None:
         """Whether a forward jump is taken, if a literal decides that."""
@@ -453,6 +464,12 @@ def _stored(code: CodeType) -> frozenset[str]:
 
 
 def _merged(stack: Sequence[Value], other: Sequence[Value]) -> list[Value]:
-    """Return what is known on either of two ways to the same place."""
-    vague = (UNKNOWN, _NULL)
-    return [b if a in vague or isinstance(a, Constant) else a for a, b in zip(stack, other, strict=True)]
+    """Return what is known on either of two ways to the same place; a literal must be known on both."""
+
+    def one(a: Value, b: Value) -> Value:
+        if a is b or (isinstance(a, Constant) and a == b):
+            return a
+        known = [value for value in (a, b) if value is not UNKNOWN and not isinstance(value, Constant)]
+        return known[0] if known else UNKNOWN
+
+    return list(map(one, stack, other))

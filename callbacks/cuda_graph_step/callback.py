@@ -1,6 +1,6 @@
 """`CUDAGraphStep`: decides when a fit's steps are captured, and says what came of it."""
 
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -13,7 +13,7 @@ from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer, c
 from fasttrain.callbacks.cuda_graph_step.padding import PadToSizes
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder, recorder_for
-from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, StepGraph, StepOptions
+from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, Key, StepGraph, StepOptions
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.short_path import ShortPath, overrides
@@ -114,13 +114,14 @@ class CUDAGraphStep(pl.Callback):
         """Return what happened to the steps, by input signature."""
         tallies = sorted(self.pool.tallies.items(), key=lambda item: -(item[1].hits + item[1].eager))
         rows: list[tuple[str | int | float, ...]] = []
-        for (signature, window), tally in tallies[:MOST_ROWS]:  # type: ignore[misc]
+        for key, tally in tallies[:MOST_ROWS]:
+            signature, window = cast(Key, key)
             name = f"{signature} {_window_text(window)}".strip()
             rows.append((name, tally.hits, tally.eager, tally.captures, tally.evictions))
         if rest := [tally for _, tally in tallies[MOST_ROWS:]]:
             sums = [sum(getattr(t, name) for t in rest) for name in ("hits", "eager", "captures", "evictions")]
             rows.append((f"{len(rest)} further signatures", *sums))
-        columns = ("input signature", "replays", "eager", "captures", "evictions")
+        columns = ("input signature", "hits", "eager", "captures", "evictions")
         return Table("steps by input signature", columns, rows, note="; ".join(self.notes))
 
     def _prepare_optimizer(self, trainer: pl.Trainer) -> CapturableOptimizer | None:

@@ -107,7 +107,7 @@ class CarriedState:
     def _place(self, path: str) -> tuple[dict[str, Any], str]:
         owner, _, name = path.rpartition(".")
         module = self.module.get_submodule(owner)
-        return (module._buffers if name in module._buffers else vars(module)), name  # type: ignore[return-value]
+        return (module._buffers if name in module._buffers else vars(module)), name
 
     def _is_cache(self, path: str) -> bool:
         """Whether a path is a metric's last value, and none of its states."""

@@ -114,7 +114,7 @@ class CudaRecorder:
         """
         torch.cuda.synchronize(self.device)
         with suppress(RuntimeError, AttributeError):  # closed already, where the function itself raised
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)  # type: ignore[attr-defined]
+            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(self.device)
         with warnings.catch_warnings():

@@ -164,7 +164,7 @@ class GraphedStep:
     def outputs(self, graph: StepGraph, to_keep: bool) -> Outputs:
         """Return what the last replay hands to `on_train_batch_end`; copies, which the next one leaves alone."""
         outputs: Outputs = graph.recording.outputs["outputs"]
-        return map_tensors(outputs, lambda tensor: tensor.clone()) if to_keep else outputs  # type: ignore[no-any-return]
+        return map_tensors(outputs, lambda tensor: tensor.clone()) if to_keep else outputs
 
     def expect_changes(self) -> None:
         """Others have had their turn, callbacks or an evaluation: look closely before the next replay."""
