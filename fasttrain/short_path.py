@@ -66,7 +66,6 @@ class ShortPath:
         profiler = self.trainer.profiler
         self._clock = profiler if isinstance(profiler, RunClock) else None
         self._is_watched = not isinstance(profiler, (PassThroughProfiler, RunClock))
-        self._transfer_mark = f"[Strategy]{type(trainer.strategy).__name__}.batch_to_device"
         self._copies_directly = transfer_is_plain(trainer)
         self._takes_batch_idx = "batch_idx" in self._loop._build_kwargs(OrderedDict(), None, 0)
         self._loop.advance = self.advance
@@ -91,45 +90,50 @@ class ShortPath:
             loop._broadcast_sigterm_tensor()
         loop.batch_progress.is_last_batch = fetcher.done
 
-        graph, leaves = self._find(batch, batch_idx, fetcher.done)
+        graph, leaves = None, []
+        if self._finds_early:
+            graph, leaves = self._find(batch, self.optimization.next_window(batch_idx, fetcher.done))
         if graph is None or self._somebody_keeps:
             batch = self._transfer(batch)
         loop.batch_progress.increment_ready()
         connector.on_batch_start(batch)
-        skips_epoch = self._call_start_hooks(batch, batch_idx)
-        outputs: Any = None
+        skips_epoch, outputs = False, None
+        if batch is None:
+            loop._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+        else:
+            skips_epoch = self._call_start_hooks(batch, batch_idx)
         if skips_epoch:
             loop.batch_progress.increment_by(0, is_last_batch=True)
         elif batch is not None:
             loop.batch_progress.increment_started()
+            if not self._finds_early:
+                graph, leaves = self._find(batch, self.optimization.window(batch_idx))
             outputs, graph = self._step(graph, leaves, batch, batch_idx)
         loop.batch_progress.increment_processed()
-        is_last = loop._num_ready_batches_reached()
         if trainer.lr_scheduler_configs:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-            if is_last:
+            if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if skips_epoch:
+            connector.on_batch_end()  # the last batch of this epoch was the one before
             raise StopIteration
 
         # What was logged in a replay is read where Lightning would show or lose it; in between nobody has to wait.
-        reads = graph is None or is_last or connector.should_update_logs or trainer.fast_dev_run
+        reads = graph is None or loop._is_training_done or connector.should_update_logs or trainer.fast_dev_run
         reads = bool(reads or trainer.should_stop or loop._should_check_val_fx(fetcher))
         self._call_end_hooks(outputs, batch, batch_idx, draws=reads)
-        if reads:
+        if reads or trainer.should_stop:
             connector.on_batch_end()
         loop.batch_progress.increment_completed()
-        if reads:
+        if reads or trainer.should_stop:
             connector.update_train_step_metrics()
 
-    def _find(self, batch: Any, batch_idx: int, is_last: bool) -> tuple[Any | None, list[Tensor]]:
-        if not self._copies_directly:
-            return None, []
+    def _find(self, batch: Any, window: Window) -> tuple[Any | None, list[Tensor]]:
         try:
             leaves, signature = flatten(batch)
         except OpaqueLeaf:
             return None, []
-        return self.replays.find(signature, self.optimization.next_window(batch_idx, is_last)), leaves
+        return self.replays.find(signature, window), leaves
 
     def _transfer(self, batch: Any) -> Any:
         trainer = self.trainer
@@ -169,31 +173,49 @@ class ShortPath:
 
     def _call_end_hooks(self, outputs: Any, batch: Any, batch_idx: int, draws: bool) -> None:
         trainer, module = self.trainer, self.trainer.lightning_module
-        if not draws and self._bars:
+        if not draws and self._has_bars and (batch_idx + 1) % self._batches_between_draws == 0:
             now = time.perf_counter()
             draws = now - self._drawn_at >= SECONDS_BETWEEN_DRAWS
             self._drawn_at = now if draws else self._drawn_at
         if self._end_hooks:
             with _named(module, "on_train_batch_end"):
                 for is_bar, hook in self._end_hooks:
-                    if draws or not is_bar:
+                    if not is_bar:
                         hook(trainer, module, outputs, batch, batch_idx)
+                    elif draws:
+                        self._draw(hook, outputs, batch, batch_idx)
         if self._module_ends:
             with _named(module, "on_train_batch_end"):
                 module.on_train_batch_end(outputs, batch, batch_idx)
+        if self._has_bars and trainer.should_stop and not draws:  # asked for after the bar had its turn
+            for is_bar, hook in self._end_hooks:
+                if is_bar:
+                    self._draw(hook, outputs, batch, batch_idx)
+
+    def _draw(self, hook: Callable[..., None], outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Have a bar stand where it would stand if it had been told of every batch."""
+        rate = self._batches_between_draws
+        for index in sorted({(batch_idx + 1) // rate * rate - 1, batch_idx}):
+            if index >= 0:
+                hook(self.trainer, self.trainer.lightning_module, outputs, batch, index)
 
     def _find_hooks(self) -> None:
         callbacks: Any = self.trainer.callbacks
         module = self.trainer.lightning_module
-        starting = [c for c in callbacks if overrides(c, "on_train_batch_start", pl.Callback)]
-        ending = [c for c in callbacks if overrides(c, "on_train_batch_end", pl.Callback)]
-        self._start_hooks = [c.on_train_batch_start for c in starting]
-        self._end_hooks = [(_is_lightnings_bar(c), c.on_train_batch_end) for c in ending]
-        self._bars = any(is_bar for is_bar, _ in self._end_hooks)
+        starting = [c.on_train_batch_start for c in callbacks if overrides(c, "on_train_batch_start", pl.Callback)]
+        ending = [(c, c.on_train_batch_end) for c in callbacks if overrides(c, "on_train_batch_end", pl.Callback)]
+        bars = [c for c, _ in ending if _is_lightnings_bar(c)]
+        self._start_hooks = starting
+        self._end_hooks = [(c in bars, hook) for c, hook in ending]
+        self._has_bars = bool(bars)
+        self._batches_between_draws = max(1, *(int(bar.refresh_rate) for bar in bars)) if bars else 1
         self._module_starts = overrides(module, "on_train_batch_start", pl.LightningModule)
         self._module_ends = overrides(module, "on_train_batch_end", pl.LightningModule)
-        strangers = any(not _keeps_nothing(c) for c in (*starting, *ending))
-        self._somebody_keeps = strangers or self._module_starts or self._module_ends
+        # A start hook may change the batch, what the step has built in, or whether there is a step.
+        strangers_start = self._module_starts or any(not _keeps_nothing(hook) for hook in starting)
+        strangers_end = self._module_ends or any(not _keeps_nothing(hook) for _, hook in ending)
+        self._finds_early = self._copies_directly and not strangers_start
+        self._somebody_keeps = strangers_start or strangers_end
         self._callbacks = list(callbacks)
 
 
@@ -214,9 +236,12 @@ class _named:
 
 
 def overrides(owner: Any, hook: str, base: type) -> bool:
-    """Whether an object's hook is not the one of Lightning's base class; one set on the instance counts."""
+    """Whether an object's hook is not the one of Lightning's base class; one set on the instance counts.
+
+    False for one set to None, which Lightning doesn't call.
+    """
     function = getattr(owner, hook)
-    return getattr(function, "__func__", function) is not getattr(base, hook)
+    return callable(function) and getattr(function, "__func__", function) is not getattr(base, hook)
 
 
 def transfer_is_plain(trainer: Any) -> bool:
@@ -236,6 +261,14 @@ def _is_lightnings_bar(callback: pl.Callback) -> bool:
     return isinstance(callback, pl.callbacks.ProgressBar) and type(callback).__module__.startswith("lightning.")
 
 
-def _keeps_nothing(callback: pl.Callback) -> bool:
-    """Whether a callback is known not to keep batches and outputs beyond its hook."""
-    return type(callback).__module__.split(".")[0] in ("lightning", "pytorch_lightning", "fasttrain")
+def _keeps_nothing(hook: Any) -> bool:
+    """Whether a callback's hook is known not to keep or change batches and outputs. Lightning's own and ours do not.
+
+    A user's function in Lightning's `LambdaCallback` is the user's, and so is a subclass.
+    """
+    owner = getattr(hook, "__self__", None)
+    return {_package(hook), _package(type(owner))} <= {"lightning", "pytorch_lightning", "fasttrain"}
+
+
+def _package(thing: Any) -> str:
+    return str(getattr(thing, "__module__", "")).split(".")[0]

@@ -42,6 +42,15 @@ class Logged:
     value: Tensor | None
     metric: Metric | None
     batch_size: int
+    shown: Tensor | None = None
+    """The step's value over all ranks, where that is another one (`sync_dist`)."""
+    earlier: "Logged | None" = None
+    """What the same step logged under this key before."""
+
+    @property
+    def rows(self) -> int:
+        """Return what the step weighs in an epoch's mean."""
+        return self.batch_size if self.earlier is None else self.batch_size + self.earlier.rows
 
 
 StepLogs = Mapping[str, Logged]
@@ -61,6 +70,7 @@ class StepResults(_ResultCollection):
         self._connector: Any = trainer._logger_connector
         self._collected: dict[str, Logged] | None = None
         self._sums: dict[str, Tensor] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
         self._sums_are_loaded = False
         self._pending: StepLogs | None = None
         self._pending_steps = 0
@@ -79,10 +89,12 @@ class StepResults(_ResultCollection):
         """Make the sums for all values known so far, outside of a capture."""
         self.settle()
         for key, metric in self.items():
-            if metric.is_tensor and metric.meta.on_epoch and metric.meta.fx in HOOKS:
-                known = self._sums.get(key)
-                if known is None or known.device != metric.value.device or known.dtype != metric.value.dtype:
-                    self._sums[key] = metric.value.detach().clone()
+            if not (metric.is_tensor and metric.meta.on_epoch and metric.meta.fx in HOOKS):
+                continue
+            # One made for an earlier graph stays, or that graph would add to a sum that nobody reads.
+            if key not in self._sums or self._sums[key].device != metric.value.device:
+                dtype = self._dtypes.get(key, metric.value.dtype)  # a reset makes a double single again
+                self._sums[key] = metric.value.detach().to(dtype, copy=True)
         self._sums_are_loaded = False
         self.load()
 
@@ -93,16 +105,8 @@ class StepResults(_ResultCollection):
 
     def add_up(self, logs: StepLogs) -> None:
         """Add a step's values to the sums on the device, as Lightning's own results would. May be captured."""
-        for key, logged in logs.items():
-            if logged.value is None or key not in self._sums:
-                continue
-            total, meta = self._sums[key], self[key].meta
-            if meta.is_mean_reduction:
-                total.add_(logged.value * logged.batch_size)
-            elif meta.is_max_reduction or meta.is_min_reduction:
-                total.copy_(meta.reduce_fx(total, logged.value))
-            elif meta.is_sum_reduction:
-                total.add_(logged.value)
+        for logged in logs.values():
+            self._add_up(logged)
 
     def before_replay(self) -> None:
         """Do what `self.log` does at the first step of an epoch, and have the sums start from Lightning's values."""
@@ -124,7 +128,7 @@ class StepResults(_ResultCollection):
         self._pending_steps += 1
         for key in self._sums:
             if key in logs:
-                self._pending_rows[key] = self._pending_rows.get(key, 0) + logs[key].batch_size
+                self._pending_rows[key] = self._pending_rows.get(key, 0) + logs[key].rows
 
     def load(self) -> None:
         """Set the sums to Lightning's values, which an eager step or a new epoch has changed."""
@@ -147,6 +151,8 @@ class StepResults(_ResultCollection):
             self.settle()
             self._sums_are_loaded = False
             super().log(fx, name, value, *arguments, **options)
+            if isinstance(value, Tensor):
+                self._dtypes[f"{fx}.{name}"] = self[f"{fx}.{name}"].value.dtype
             return
         key = f"{fx}.{name}"
         metric = self.get(key)
@@ -159,9 +165,11 @@ class StepResults(_ResultCollection):
         if isinstance(value, Metric):
             self._collected[key] = Logged(key, value._forward_cache, value, rows)
         else:
+            dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else metric.value.dtype
             # A copy, as Lightning takes one: the step may go on changing the tensor in place.
-            kept = value.detach().to(metric.value.dtype, copy=True)
-            self._collected[key] = Logged(key, kept, None, rows)
+            kept = value.detach().to(dtype, copy=True)
+            shown = over_ranks(kept, metric.meta.sync) if metric.meta.on_step else None
+            self._collected[key] = Logged(key, kept, None, rows, shown, self._collected.get(key))
 
     def metrics(self, on_step: bool) -> Any:
         """Return all values by purpose, those of the last replay included."""
@@ -191,6 +199,19 @@ class StepResults(_ResultCollection):
         plain.batch, plain.batch_size, plain.dataloader_idx = self.batch, self.batch_size, self.dataloader_idx
         return plain
 
+    def _add_up(self, logged: Logged) -> None:
+        if logged.earlier is not None:
+            self._add_up(logged.earlier)
+        if logged.value is None or logged.key not in self._sums:
+            return
+        total, meta = self._sums[logged.key], self[logged.key].meta
+        if meta.is_mean_reduction:
+            total.add_(logged.value * logged.batch_size)
+        elif meta.is_max_reduction or meta.is_min_reduction:
+            total.copy_(meta.reduce_fx(total, logged.value))
+        elif meta.is_sum_reduction:
+            total.add_(logged.value)
+
     def _settle_one(self, result: _ResultMetric, logged: Logged, rows: int, steps: int) -> None:
         result.has_reset = False
         result._computed = None
@@ -201,7 +222,7 @@ class StepResults(_ResultCollection):
             return
         assert logged.value is not None
         if result.meta.on_step:
-            result._forward_cache = result.meta.sync(logged.value.clone())  # `sync` works in place
+            result._forward_cache = (logged.value if logged.shown is None else logged.shown).clone()
         if not result.meta.on_epoch:
             result.value = result._forward_cache
             return
@@ -210,12 +231,28 @@ class StepResults(_ResultCollection):
             result.cumulated_batch_size = result.cumulated_batch_size + rows
 
 
+def over_ranks(value: Tensor, sync: Any) -> Tensor | None:
+    """Return a value reduced over all ranks as Lightning's `sync_dist` does; None where nobody asked for it.
+
+    A collective, and one that may be captured: Lightning's own first waits for all ranks on the host.
+    """
+    if sync.fn is None or not sync.should or sync.rank_zero_only or not torch.distributed.is_initialized():
+        return None
+    group = torch.distributed.group.WORLD if sync.group is None else sync.group
+    name = {"mean": "AVG"}.get(sync.op, sync.op.upper())
+    divides = name == "AVG" and torch.distributed.get_backend(group) == "gloo"  # which has no mean
+    reduced = value.clone()
+    operation = getattr(torch.distributed.ReduceOp, "SUM" if divides else name)
+    torch.distributed.all_reduce(reduced, op=operation, group=group)
+    return reduced.div_(torch.distributed.get_world_size(group)) if divides else reduced
+
+
 @contextmanager
 def numbers_logged_as_tensors(module: pl.LightningModule, numbers: dict[str, float]) -> Iterator[None]:
     """Within, `self.log` of a Python number logs a tensor made on the device, which may be captured.
 
     Args:
-        module: gets a `log` of its own meanwhile.
+        module: gets a `log` of its own meanwhile, and so do the callbacks to which Lightning lent the module's.
         numbers: is filled with name and number of each; a replay would not see them change.
     """
     plain = module.log
@@ -226,8 +263,14 @@ def numbers_logged_as_tensors(module: pl.LightningModule, numbers: dict[str, flo
             value = torch.full((), float(value), device=module.device, dtype=torch.get_default_dtype())
         plain(name, value, *arguments, **options)
 
+    callbacks: list[Any] = [] if module._trainer is None else module._trainer.callbacks  # type: ignore[attr-defined]
+    borrowers = [callback for callback in callbacks if vars(callback).get("log") == plain]
     object.__setattr__(module, "log", log)
+    for callback in borrowers:
+        callback.log = log
     try:
         yield
     finally:
         object.__delattr__(module, "log")
+        for callback in borrowers:
+            callback.log = plain

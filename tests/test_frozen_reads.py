@@ -1,15 +1,12 @@
 """A step's code is read for what a captured step would freeze, and for what a replay would leave out."""
 
 import datetime
-import functools
-import inspect
 import json
 import logging
 import random
 import sys
 import time
 from collections import deque
-from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter as clock
@@ -20,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from inspected_steps import Inspected, Lit, line, only
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fasttrain.callbacks.cuda_graph_step.frozen_reads import frozen_reads, host_effects
@@ -30,59 +27,7 @@ from fasttrain.callbacks.cuda_graph_step.frozen_reads import frozen_reads, host_
 log = logging.getLogger(__name__)
 STEPS = 0
 USED_BY_EXPRESSIONS = (datetime, json, sys, time, np, clock, rank_zero_info, checkpoint)
-
-
-class Lit(pl.LightningModule):
-    """The usual module; tests change one thing about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(4, 2)
-        self.scale = 1.0
-        self.history: list[Tensor] = []
-        self.save_hyperparameters({"weight": 0.5})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
-        self.log("loss", loss)
-        return loss
-
-
-def line(thing: Any, text: str = "# <-") -> int:
-    """Return the number of the line in `thing`'s source that holds `text`."""
-    source, first = inspect.getsourcelines(thing)
-    (offset,) = [offset for offset, each in enumerate(source) if text in each]
-    return first + offset
-
-
-def step_of(body: Any, base: type[Lit] = Lit, parameters: str = "self, batch, batch_idx", **attributes: Any) -> Any:
-    """Return `training_step` of a module that runs in it a function, or an expression."""
-    function = eval(f"lambda {parameters}: {body}", globals()) if isinstance(body, str) else body
-    module = type("Given", (base,), {"training_step": function})()
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module.training_step
-
-
-def reads(body: Any, **given: Any) -> list[str]:
-    step = step_of(body, **given)
-    return [read.name for read in frozen_reads(step, step.__self__)]
-
-
-def effects(body: Any, **given: Any) -> list[str]:
-    step = step_of(body, **given)
-    return [effect.name for effect in host_effects(step, step.__self__)]
-
-
-def only(found: Any) -> Any:
-    """Return the one finding, which is in this file."""
-    (finding,) = found
-    assert finding.file == __file__
-    return finding
+inspected = Inspected(globals())
 
 
 # The argument that counts batches
@@ -101,7 +46,7 @@ def test_a_use_of_batch_idx_is_named_with_its_line_and_a_cure() -> None:
             return loss * min(1.0, batch_idx / 100)  # <-
 
     read = only(frozen_reads(Warm().training_step, Warm()))
-    assert (read.name, read.line) == ("batch_idx", line(Warm))
+    assert (read.name, read.file, read.line) == ("batch_idx", __file__, line(Warm))
     assert read.sentence == (
         f"Warm.training_step uses its argument batch_idx (test_frozen_reads.py:{line(Warm)}), which changes from step "
         "to step while a replay keeps the captured value; fill a tensor in place in on_train_batch_start and read that"
@@ -126,13 +71,13 @@ def test_a_use_of_batch_idx_is_named_with_its_line_and_a_cure() -> None:
     ],
 )
 def test_every_use_of_batch_idx_counts(body: str) -> None:
-    assert reads(body) == ["batch_idx"]
+    assert inspected.reads(body) == ["batch_idx"]
 
 
 def test_it_counts_by_position_whatever_its_name() -> None:
-    assert reads("batch * number", parameters="self, batch, number") == ["number"]
-    assert reads("args[0] * args[1]", parameters="self, *args") == ["batch_idx"]
-    assert reads("batch * 2", parameters="self, batch") == []
+    assert inspected.reads("batch * number", parameters="self, batch, number") == ["number"]
+    assert inspected.reads("args[0] * args[1]", parameters="self, *args") == ["batch_idx"]
+    assert inspected.reads("batch * 2", parameters="self, batch") == []
 
 
 def ignores(batch: Any, batch_idx: int, stage: str = "") -> Any:
@@ -159,12 +104,12 @@ def multiplies(batch: Any, by: int, stage: str = "") -> Any:
     ],
 )
 def test_passed_on_it_counts_only_where_it_is_used(body: str, found: list[str]) -> None:
-    assert reads(body) == found
+    assert inspected.reads(body) == found
 
 
 def test_star_arguments_are_passed_on_too() -> None:
-    assert reads("multiplies(*args, **kwargs)", parameters="self, *args, **kwargs") == ["by"]
-    assert reads("ignores(*args, **kwargs)", parameters="self, *args, **kwargs") == []
+    assert inspected.reads("multiplies(*args, **kwargs)", parameters="self, *args, **kwargs") == ["by"]
+    assert inspected.reads("ignores(*args, **kwargs)", parameters="self, *args, **kwargs") == []
 
 
 def test_passed_to_super_it_counts_only_if_the_parent_uses_it() -> None:
@@ -231,7 +176,7 @@ def test_lightnings_own_hooks_make_no_use_of_what_they_are_given() -> None:
     ],
 )
 def test_what_changes_from_step_to_step_is_found(name: str) -> None:
-    assert reads(f"batch * {name}", generator=np.random.default_rng(0), dice=random.Random(0)) == [name]
+    assert inspected.reads(f"batch * {name}", generator=np.random.default_rng(0), dice=random.Random(0)) == [name]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +190,7 @@ def test_what_changes_from_step_to_step_is_found(name: str) -> None:
     ],
 )
 def test_less_direct_reads_are_found(body: str, name: str) -> None:
-    assert reads(body, stream=count()) == [name]
+    assert inspected.reads(body, stream=count()) == [name]
 
 
 def test_a_trainer_by_another_name_is_the_same() -> None:
@@ -255,7 +200,7 @@ def test_a_trainer_by_another_name_is_the_same() -> None:
             return batch
         return batch * 2
 
-    assert reads(body) == ["self.trainer.current_epoch"]
+    assert inspected.reads(body) == ["self.trainer.current_epoch"]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +217,7 @@ def test_a_trainer_by_another_name_is_the_same() -> None:
     ],
 )
 def test_each_kind_has_its_words(body: str, start: str, end: str) -> None:
-    step = step_of(body, stream=count())
+    step = inspected.step(body, stream=count())
     (read,) = frozen_reads(step, step.__self__)
     assert read.sentence.split(" ", 1)[1].startswith(start)
     assert read.sentence.endswith(end)
@@ -297,8 +242,8 @@ def test_each_kind_has_its_words(body: str, start: str, end: str) -> None:
     ],
 )
 def test_what_stays_the_same_is_no_finding(body: str) -> None:
-    assert reads(body) == []
-    assert effects(body) == []
+    assert inspected.reads(body) == []
+    assert inspected.effects(body) == []
 
 
 # Effects on the host
@@ -333,7 +278,7 @@ def test_what_stays_the_same_is_no_finding(body: str) -> None:
     ],
 )
 def test_what_a_replay_would_not_do_again_is_found(body: str, name: str) -> None:
-    assert effects(body, table={"loss": []}, queue=deque(), folder=Path("folder")) == [name]
+    assert inspected.effects(body, table={"loss": []}, queue=deque(), folder=Path("folder")) == [name]
 
 
 def test_what_is_set_on_the_host_is_named_with_its_line() -> None:
@@ -367,7 +312,7 @@ def test_more_ways_to_set() -> None:
         batch.mark = 1
         return batch
 
-    assert effects(body, table={}) == [
+    assert inspected.effects(body, table={}) == [
         "the global STEPS", "self.scale", "self.flag", "self.table['step']", "self.trainer.should_stop",
         "self.model.extra", "self.history[0]", "an optimizer's 'lr'",
     ]  # fmt: skip
@@ -390,7 +335,7 @@ def test_tensors_on_the_module_and_metrics_are_served_by_the_room() -> None:
 
     errors = nn.ModuleDict({"a": torchmetrics.MeanSquaredError()})
     tensors = {"average": torch.zeros(()), "mean": torch.zeros(()), "table": torch.zeros(3)}
-    assert effects(body, **tensors, error=torchmetrics.MeanSquaredError(), errors=errors, last=None) == []
+    assert inspected.effects(body, **tensors, error=torchmetrics.MeanSquaredError(), errors=errors, last=None) == []
 
 
 def test_what_a_callback_keeps_is_not() -> None:
@@ -401,249 +346,3 @@ def test_what_a_callback_keeps_is_not() -> None:
 
     found = host_effects(Keeps().on_before_backward, Keeps())
     assert [effect.name for effect in found] == ["self.loss", "pl_module.seen"]
-
-
-# Where the walk goes
-
-
-def speaks(x: Any, *args: Any, **kwargs: Any) -> Any:
-    print(x)
-    return x
-
-
-def through(decorated: Any) -> Any:
-    @functools.wraps(decorated)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return decorated(self, *args, **kwargs)
-
-    return wrapper
-
-
-class Talks(nn.Module):
-    """A part of the user's own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return speaks(x)
-
-
-class Multiply(torch.autograd.Function):
-    """An operation of the user's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return speaks(grad)
-
-
-class Meter:
-    """An object of the user's own."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-
-    def __call__(self, x: float) -> None:
-        self.total += x
-
-
-class Ways(Lit):
-    """Has many ways to a function that prints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Talks()
-        self.parts = nn.ModuleList([nn.ReLU(), Talks()])
-        self.named = nn.ModuleDict({"a": Talks()})
-        self.plain = [Talks()]
-        self.net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Talks()))
-        self.meter = Meter()
-        self.loss = partial(speaks, 1)
-        self.own_function = speaks
-
-    @property
-    def loud(self) -> Any:
-        return speaks(1)
-
-    @functools.cached_property
-    def loud_once(self) -> Any:
-        return speaks(1)
-
-    @staticmethod
-    def static(x: Any) -> Any:
-        return speaks(x)
-
-    @classmethod
-    def of_class(cls, x: Any) -> Any:
-        return cls.static(x)
-
-    def method(self, x: Any) -> Any:
-        return speaks(x)
-
-    @through
-    def decorated(self, x: Any) -> Any:
-        return self.method(x)
-
-    @torch.no_grad()
-    def decorated_by_library(self, x: Any) -> Any:
-        return self.method(x)
-
-    @rank_zero_only
-    def on_first_rank(self, x: Any) -> Any:
-        return self.method(x)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "speaks(batch)",
-        "self.method(batch)",
-        "self.static(batch)",
-        "self.of_class(batch)",
-        "self.decorated(batch)",
-        "self.decorated_by_library(batch)",
-        "self.on_first_rank(batch)",
-        "self.loss(batch)",
-        "self.own_function(batch)",
-        "self.loud",
-        "self.loud_once",
-        "self.part(batch)",
-        "self.part.forward(batch)",
-        "self.net(batch)",
-        "self.named['a'](batch)",
-        "self.parts[1](batch)",
-        "[part(batch) for part in self.parts]",
-        "[part(batch) for part in self.plain]",
-        "[part(batch) for part in self.named.values()]",
-        "[part(batch) for _, part in enumerate(self.parts)]",
-        "checkpoint(self.part, batch)",
-        "checkpoint(self.method, batch)",
-        "Multiply.apply(batch)",
-        "list(map(speaks, batch))",
-        "[speaks(x) for x in batch]",
-        "(lambda x: speaks(x))(batch)",
-    ],
-)
-def test_the_walk_follows_calls_into_the_users_code(body: str) -> None:
-    step = step_of(body, Ways)
-    effect = only(host_effects(step, step.__self__))
-    assert effect.sentence == (
-        f"speaks calls print() (test_frozen_reads.py:{line(speaks, 'print')}), which a replay would not do again; do "
-        "it in on_train_batch_end"
-    )
-
-
-def test_an_object_of_the_users_is_entered() -> None:
-    assert effects("self.meter(batch)", base=Ways) == ["self.meter.total"]
-    assert effects("Meter()(batch)", base=Ways) == [], "a new object is gone after the step"
-
-
-def test_hooks_of_modules_are_entered() -> None:
-    module = Lit()
-    seen: list[Any] = []
-    module.model.register_forward_hook(lambda part, inputs, output: seen.append(output))
-    assert only(host_effects(module.training_step, module)).name == "seen.append()"
-
-
-def test_recursion_ends() -> None:
-    class Around(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.other(batch) + self.global_step
-
-        def other(self, batch: Any) -> Any:
-            return self.training_step(batch, 0) if batch else self.other(batch)
-
-    assert only(frozen_reads(Around().training_step, Around())).name == "self.global_step"
-
-
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_16"])
-def test_library_code_is_not_entered(name: str) -> None:
-    models = pytest.importorskip("torchvision").models
-    with torch.device("meta"):
-        model = getattr(models, name)()
-    assert reads("self.model(batch[0])", model=model) == []
-    assert effects("self.model(batch[0])", model=model) == []
-
-
-def test_nothing_is_run_by_looking() -> None:
-    class Careful(Lit):
-        @property
-        def explosive(self) -> int:
-            raise AssertionError("it was run")
-
-        def __getattr__(self, name: str) -> Any:
-            assert name != "made_up", "it was run"
-            return super().__getattr__(name)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return batch + self.explosive + self.made_up
-
-    module = Careful()
-    assert frozen_reads(module.training_step, module) == []
-
-
-class Shared(Lit):
-    """Uses one function for training and validation."""
-
-    def step(self, batch: Any, batch_idx: int, stage: str = "train", quiet: bool = True) -> Any:
-        if stage == "val" and batch_idx < 10:
-            print(batch_idx)
-        if not quiet:
-            self.history.append(batch)
-        if stage in ("val", "test"):
-            for _ in batch:
-                self.scale = 0
-        else:
-            batch = 2 * batch
-        mode = "on" if batch is None else "off"
-        if (mode if batch else "on") == "on":
-            self.table = []
-        if stage == "train" and quiet:
-            return batch
-        self.late = True
-        return batch if stage is None else batch * 2
-
-    def loops(self, batch: Any, first: bool = True) -> Any:
-        for _ in batch:
-            if first:
-                first = False
-            else:
-                self.scale = 0
-        return batch
-
-
-@pytest.mark.parametrize(
-    ("body", "read", "done"),
-    [
-        ("self.step(batch, batch_idx)", [], ["table"]),
-        ("self.step(batch, batch_idx, 'train')", [], ["table"]),
-        ("self.step(batch, batch_idx, 'train', quiet=False)", [], ["history.append()", "table", "late"]),
-        ("self.step(batch, batch_idx, 'val')", ["batch_idx"], ["print()", "scale", "table", "late"]),
-        ("self.step(batch, batch_idx, 'test')", [], ["scale", "table", "late"]),
-        ("self.step(batch, batch_idx, self.name, True)", ["batch_idx"], ["print()", "scale", "table", "late"]),
-        ("self.step(*batch)", [], ["print()", "history.append()", "scale", "table", "late"]),
-        ("self.loops(batch)", [], ["scale"]),
-    ],
-)
-def test_a_branch_that_a_literal_argument_excludes_is_left_out(body: str, read: list[str], done: list[str]) -> None:
-    assert sorted(set(reads(body, base=Shared, name="val"))) == read
-    assert [name.removeprefix("self.") for name in effects(body, base=Shared, name="val")] == done
-
-
-def test_blocks_branches_and_handlers_lose_nothing() -> None:
-    def body(self: Any, batch: Any, batch_idx: int) -> Any:
-        with torch.autocast("cpu"), torch.no_grad():
-            for _, x in enumerate(batch):
-                try:
-                    batch = multiplies(x, batch_idx if self.training else 0)
-                except ValueError as error:
-                    print(error)
-                finally:
-                    batch = batch + 1
-        while batch.sum() > 3 and not batch.any():
-            batch = batch - 1
-        return [self.global_step for _ in batch if batch is not None]
-
-    assert reads(body) == ["by", "self.global_step"]
-    assert effects(body) == ["print()"]

@@ -1,6 +1,5 @@
 """Every overridden hook of a captured step gets a verdict, and those around the step are found in Lightning's order."""
 
-import inspect
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from inspected_steps import Lit, line
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fasttrain.callbacks.cuda_graph_step.hooks import (
@@ -27,35 +26,6 @@ from fasttrain.callbacks.cuda_graph_step.hooks import (
     reads_gradients,
     step_hooks,
 )
-
-
-class Lit(pl.LightningModule):
-    """The usual module; tests change one thing about it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(4, 2)
-        self.scale = 1.0
-        self.history: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def line(thing: Any, text: str = "# <-") -> int:
-    """Return the number of the line in `thing`'s source that holds `text`."""
-    source, first = inspect.getsourcelines(thing)
-    (offset,) = [offset for offset, each in enumerate(source) if text in each]
-    return first + offset
 
 
 def refusal(trainer: pl.Trainer, module: pl.LightningModule) -> HookVerdict:

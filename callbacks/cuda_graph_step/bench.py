@@ -1,45 +1,43 @@
 """Milliseconds a step in `Trainer.fit`: plain Lightning, a bare loop, the graph step, and nothing but its replay."""
 
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from fasttrain.bench import Case
+from fasttrain.callbacks.cuda_graph_step.bench_fit import (
+    NOTE,
+    WINDOW,
+    Classifier,
+    Endless,
+    OptimizerMaker,
+    StepTimer,
+    pinned,
+    timed_fit,
+)
+from fasttrain.callbacks.cuda_graph_step.bench_foreign import foreign
 from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
-from fasttrain.measure import Row, make_row, sample_ms, synchronize
-from fasttrain.quiet import quiet_libraries
-
-WINDOW = 50
-"""Steps between two looks at the clock, which wait for the device."""
-
-NOTE = "logger, progress bar and one self.log per step on; batches pinned in host memory"
+from fasttrain.measure import Row, make_row, sample_ms
 
 
 def cases() -> list[Case]:
     """Return the room's bench cases."""
+    networks = "ResNet-50, ViT-B/16, EfficientNet-B0 and BERT-base, as their libraries have them, batch 1 to 64"
     return [
         Case("cuda_graph_step", "mlp", "three-layer MLP, batch 64, AdamW, fp32", mlp, True),
         Case("cuda_graph_step", "resnet18_b8", "ResNet-18, batch 8, 64², SGD, fp32", resnet18_b8, True),
+        Case("cuda_graph_step", "loop", "the MLP's step by what is on: where the host's time goes", loop, True),
+        Case("cuda_graph_step", "foreign", networks, foreign, True),
     ]
 
 
 def mlp() -> Iterator[Row]:
     """Yield milliseconds a step of a small MLP, where the host is all there is to wait for."""
-
-    def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-        )  # fmt: skip
-
-    yield from compare("mlp", make, partial(torch.randn, 64, 128), 10, torch.optim.AdamW, steps=3000)
+    yield from compare("mlp", make_mlp, partial(torch.randn, 64, 128), 10, torch.optim.AdamW, steps=3000)
 
 
 def resnet18_b8() -> Iterator[Row]:
@@ -49,54 +47,9 @@ def resnet18_b8() -> Iterator[Row]:
     yield from compare("resnet18_b8", make, partial(torch.randn, 8, 3, 64, 64), 10, sgd, steps=1000)
 
 
-class Classifier(pl.LightningModule):
-    """Any network, with cross-entropy and one logged value."""
-
-    def __init__(self, net: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self.net, self.make_optimizer = net, make_optimizer
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss."""
-        inputs, labels = batch
-        loss = nn.functional.cross_entropy(self.net(inputs), labels)
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer."""
-        return self.make_optimizer(self.parameters())
-
-
-class Endless:
-    """A loader that hands out the same few batches again and again, and costs next to nothing."""
-
-    def __init__(self, batches: list[Any], count: int) -> None:
-        self.batches, self.count = batches, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.batches[index % len(self.batches)] for index in range(self.count))
-
-
-class StepTimer(pl.Callback):
-    """Takes the time of every `WINDOW` steps, after a share of the fit to warm up."""
-
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up, self.step_ms = warm_up, list[float]()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Look at the clock when a window is full."""
-        if batch_idx % WINDOW == 0:
-            synchronize(pl_module.device)
-            now = time.perf_counter()
-            if batch_idx > self.warm_up:
-                self.step_ms.append((now - self._then) / WINDOW * 1e3)
-            self._then = now
+def make_mlp() -> nn.Module:
+    """Return three small layers."""
+    return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def compare(
@@ -104,43 +57,49 @@ def compare(
     make: Callable[[], nn.Module],
     inputs: Callable[[], Tensor],
     classes: int,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    make_optimizer: OptimizerMaker,
     steps: int,
     precision: Any = "32-true",
 ) -> Iterator[Row]:
     """Yield the rows of one network by variant."""
-    data = [inputs() for _ in range(8)]
-    batches = [(x.pin_memory(), torch.randint(classes, (len(x),)).pin_memory()) for x in data]
-    for variant, callbacks in (("plain", []), ("ours", [CUDAGraphStep()])):
-        times = fit_step_ms(Classifier(make(), make_optimizer), batches, callbacks, steps, precision)
-        yield make_row("cuda_graph_step", case, variant, "step_ms", "ms", times, NOTE)
+    batches = [pinned((x, torch.randint(classes, (len(x),)))) for x in (inputs() for _ in range(8))]
+    for variant, graph in (("plain", None), ("ours", CUDAGraphStep())):
+        timer = StepTimer(warm_up=steps // 4, graph=graph)
+        timed_fit(Classifier(make(), make_optimizer), batches, timer, steps + 1, precision)
+        yield make_row("cuda_graph_step", case, variant, "step_ms", "ms", timer.step_ms, NOTE)
     bare = bare_loop(make(), batches, make_optimizer)
-    yield make_row("cuda_graph_step", case, "bare", "step_ms", "ms", _windows(bare, steps), "a loop, copies included")
-    replay = bare_replay(make(), batches[0], make_optimizer)
-    yield make_row("cuda_graph_step", case, "floor", "step_ms", "ms", _windows(replay, steps), "replays alone")
+    yield make_row("cuda_graph_step", case, "bare", "step_ms", "ms", windows(bare, steps), "a loop, copies included")
+    replay = bare_replay(make(), batches, make_optimizer)
+    yield make_row("cuda_graph_step", case, "floor", "step_ms", "ms", windows(replay, steps), "replays alone")
 
 
-def fit_step_ms(
-    module: pl.LightningModule, batches: list[Any], callbacks: list[pl.Callback], steps: int, precision: Any = "32-true"
-) -> list[float]:
-    """Return milliseconds a step by window, in a fit with everything on that a user has on."""
-    timer = StepTimer(warm_up=steps // 4)
-    with tempfile.TemporaryDirectory() as folder, quiet_libraries():
-        trainer = pl.Trainer(
-            accelerator="gpu",
-            devices=1,
-            max_epochs=1,
-            precision=precision,
-            logger=CSVLogger(folder),
-            default_root_dir=folder,
-            callbacks=[*callbacks, timer],
-            enable_model_summary=False,
-        )
-        trainer.fit(module, Endless(batches, steps + 1))
-    return timer.step_ms
+LOOPS: Mapping[str, tuple[Mapping[str, bool], Mapping[str, Any], Mapping[str, Any]]] = {
+    "loop_no_log": ({"logs": False}, {}, {}),
+    "loop_one_log": ({}, {}, {}),
+    "loop_prog_bar": ({"prog_bar": True}, {}, {}),
+    "loop_log_every_step": ({}, {"log_every_n_steps": 1}, {}),
+    "loop_fwd_bwd": ({}, {}, {"scope": "fwd_bwd"}),
+}
+"""Case -> options of the module, of the Trainer, and of the graph step."""
 
 
-def bare_loop(net: nn.Module, batches: list[Any], make_optimizer: Callable[[Any], Any]) -> Callable[[], None]:
+def loop(steps: int = 2000) -> Iterator[Row]:
+    """Yield milliseconds a step of the MLP by what is on, on the short path and on Lightning's own."""
+    batches = [pinned((torch.randn(64, 128), torch.randint(10, (64,)))) for _ in range(8)]
+    note = "logger and progress bar on; read by them every 50 steps, in loop_log_every_step at every one"
+    for case, (module, trainer, graph_step) in LOOPS.items():
+        for variant in ("lightning_path", "short_path"):
+            graph = CUDAGraphStep(short_path=variant == "short_path", **graph_step)
+            timer = StepTimer(warm_up=steps // 4, graph=graph)
+            classifier = Classifier(make_mlp(), torch.optim.AdamW, **module)
+            timed_fit(classifier, batches, timer, steps + 1, **trainer)
+            yield make_row("cuda_graph_step", case, variant, "step_ms", "ms", timer.step_ms, note)
+    for variant, copies, what in (("floor", False, "replays alone"), ("copies", True, "inputs' copies and replays")):
+        replay = bare_replay(make_mlp(), batches, torch.optim.AdamW, copies)
+        yield make_row("cuda_graph_step", "loop_no_log", variant, "step_ms", "ms", windows(replay, steps), what)
+
+
+def bare_loop(net: nn.Module, batches: list[Any], make_optimizer: OptimizerMaker) -> Callable[[], None]:
     """Return a function that does one eager step without Lightning."""
     net.cuda().train()
     optimizer = make_optimizer(net.parameters())
@@ -156,13 +115,19 @@ def bare_loop(net: nn.Module, batches: list[Any], make_optimizer: Callable[[Any]
     return step
 
 
-def bare_replay(net: nn.Module, batch: Any, make_optimizer: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return the replay of one step captured by hand, optimizer fused: the floor of what a graph can give."""
+def bare_replay(
+    net: nn.Module, batches: list[Any], make_optimizer: OptimizerMaker, copies: bool = False
+) -> Callable[[], None]:
+    """Return the replay of one step captured by hand, optimizer fused: the floor of what a graph can give.
+
+    Args:
+        copies: copy the next batch to the static inputs before each replay.
+    """
     net.cuda().train()
     optimizer = make_optimizer(net.parameters())
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False, **({"capturable": True} if "capturable" in group else {}))
-    inputs, labels = (tensor.cuda() for tensor in batch)
+    static = inputs, labels = tuple(tensor.cuda() for tensor in batches[0])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -170,6 +135,7 @@ def bare_replay(net: nn.Module, batch: Any, make_optimizer: Callable[[Any], Any]
         optimizer.step()
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
@@ -177,10 +143,19 @@ def bare_replay(net: nn.Module, batch: Any, make_optimizer: Callable[[Any], Any]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    place = iter(Endless(batches, 10**9))
+
+    def replay() -> None:
+        for tensor, new in zip(static, next(place), strict=True):
+            tensor.copy_(new, non_blocking=True)
+        graph.replay()
+
+    return replay if copies else graph.replay
 
 
-def _windows(step: Callable[[], None], steps: int) -> list[float]:
+def windows(step: Callable[[], None], steps: int) -> list[float]:
+    """Return milliseconds a step, by window, of a function that does one."""
+
     def window() -> None:
         for _ in range(WINDOW):
             step()

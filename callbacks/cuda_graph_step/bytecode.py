@@ -7,15 +7,13 @@ Written for CPython 3.11 to 3.13; an opcode that is not known by name is taken b
 """
 
 import dis
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from types import CodeType
-from typing import Any, Final
+from typing import Final
 
-Value = Any
-UNKNOWN: Final[Value] = object()
+from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Constant, Entries, Items, Reader, Value
+
 _NULL: Final[Value] = object()
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 _LEAVES = ("RETURN_", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
@@ -26,94 +24,9 @@ _CLOSURE = 8  # the flag under which MAKE_FUNCTION takes its cells
 _LIST_TO_TUPLE = 6  # of CALL_INTRINSIC_1
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A literal of the code, or an argument that is one in this call."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Items:
-    """A tuple or list made in the code, or `*args`."""
-
-    values: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Entries:
-    """A dict made in the code from literal keys, or `**kwargs`."""
-
-    values: Mapping[str, Value] = field(default_factory=dict)
-
-
-class Reader(ABC):
-    """Gives values their meaning. `line` is the current line of the walk, set before each call."""
-
-    line = 0
-
-    @abstractmethod
-    def load_global(self, name: str) -> Value:
-        """Return the value of a global or built-in name."""
-
-    @abstractmethod
-    def imported(self, name: str) -> Value:
-        """Return the value of a module imported inside of the function."""
-
-    @abstractmethod
-    def attribute(self, owner: Value, name: str) -> Value:
-        """Return the value of `owner.name`."""
-
-    @abstractmethod
-    def item(self, owner: Value, key: Value) -> Value:
-        """Return the value of `owner[key]`."""
-
-    @abstractmethod
-    def call(self, callee: Value, args: Sequence[Value], kwargs: Mapping[str, Value] | None) -> Value:
-        """Return the value of a call; `kwargs` is None where the names aren't known."""
-
-    @abstractmethod
-    def in_place(self, target: Value) -> Value:
-        """Return the value of `target += ...`."""
-
-    @abstractmethod
-    def use(self, value: Value) -> None:
-        """A value is used for something other than the above."""
-
-    @abstractmethod
-    def store_attribute(self, owner: Value, name: str, value: Value) -> None:
-        """`owner.name = value`, or its deletion."""
-
-    @abstractmethod
-    def store_item(self, owner: Value, key: Value) -> None:
-        """`owner[...] = value`, or its deletion."""
-
-    @abstractmethod
-    def store_global(self, name: str) -> None:
-        """`global name; name = ...`."""
-
-    @abstractmethod
-    def nested(self, code: CodeType, variables: Mapping[str, Value]) -> None:
-        """A function or comprehension is defined; `variables` are those it can see."""
-
-
 def walk(code: CodeType, variables: dict[str, Value], reader: Reader) -> None:
     """Hand what `code` does to `reader`. `variables`, its arguments and free variables, are changed as it stores."""
     _Walk(code, variables, reader).run()
-
-
-def bind(code: CodeType, args: Sequence[Value], kwargs: Mapping[str, Value] | None = None) -> dict[str, Value]:
-    """Return parameter name -> value for a call of `code`; what isn't given stays out."""
-    names = code.co_varnames
-    named = code.co_argcount + code.co_kwonlyargcount
-    bound = dict(zip(names[: code.co_argcount], args, strict=False))
-    more = dict(kwargs or {})
-    bound.update({name: more.pop(name) for name in names[:named] if name in more})
-    if code.co_flags & 4:
-        bound[names[named]] = Items(tuple(args[code.co_argcount :]))
-    if code.co_flags & 8 and kwargs is not None:
-        bound[names[named + bool(code.co_flags & 4)]] = Entries(more)
-    return bound
 
 
 class _Walk:
@@ -195,13 +108,12 @@ class _Walk:
 
     def use(self, *values: Value) -> None:
         for value in values:
-            parts = value.values if isinstance(value, (Items, Entries)) else (value,)
-            parts = parts.values() if isinstance(parts, Mapping) else parts
-            for part in parts:
-                if isinstance(part, (Items, Entries)):
-                    self.use(part)
-                elif part is not UNKNOWN and part is not _NULL and not isinstance(part, Constant):
-                    self.reader.use(part)
+            if isinstance(value, Items):
+                self.use(*value.values)
+            elif isinstance(value, Entries):
+                self.use(*value.values.values())
+            elif value is not UNKNOWN and value is not _NULL and not isinstance(value, Constant):
+                self.reader.use(value)
 
     def variable(self, op: dis.Instruction) -> bool:
         names = op.argval if isinstance(op.argval, tuple) else (op.argval,)

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from fasttrain.callbacks.cuda_graph_step.bytecode import UNKNOWN, Value
 from fasttrain.callbacks.cuda_graph_step.host_rules import Ref, Role
 from fasttrain.callbacks.cuda_graph_step.inspection import Changed, Inspection
+from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Value
 from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT, UserCode, find_attribute, plain_function
 
 STEP_ARGUMENTS: Final = {

@@ -19,7 +19,7 @@ import numpy as np
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
-from fasttrain.callbacks.cuda_graph_step.bytecode import UNKNOWN
+from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN
 from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT
 
 
@@ -116,14 +116,13 @@ PATH_WRITES: Final = frozenset({"mkdir", "open", "rename", "replace", "rmdir", "
 OPTIMIZER_VALUES: Final = frozenset({"betas", "eps", "lr", "momentum", "weight_decay"})
 RANDOM_GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState)
 
-_KEPT = "which changes from step to step while a replay keeps the captured value"
-_FILL = "fill a tensor in place in on_train_batch_start and read that"
+_KEPT = "while a replay keeps the captured value"
 _NOT_AGAIN = "which a replay would not do again"
 
 
 def step_value(ref: Ref) -> Rule:
     """Return the rule against using a host value that is another one in each step."""
-    return Rule("read", ref.path, f"uses its argument {ref.path}", f", {_KEPT}; {_FILL}")
+    return Rule("read", ref.path, f"uses its argument {ref.path}", _changes(ref.path))
 
 
 def attribute_rule(owner: Ref | None, path: str, name: str) -> Rule | None:
@@ -133,7 +132,7 @@ def attribute_rule(owner: Ref | None, path: str, name: str) -> Rule | None:
     if owner is None or owner.thing is ABSENT:
         changing |= CHANGING_ANYWHERE
     if name in changing or (role is Role.LOOP and name not in LOOPS | CONSTANT_IN_LOOP):
-        return Rule("read", path, f"reads {path}", f", {_KEPT}; {_FILL}")
+        return Rule("read", path, f"reads {path}", _changes(path))
     if role is Role.LOGGER:
         logs = name == "experiment" or name.startswith("log")
     else:
@@ -145,7 +144,7 @@ def attribute_rule(owner: Ref | None, path: str, name: str) -> Rule | None:
 
 def changed_by_rule(path: str, hook: str) -> Rule:
     """Return the rule against reading a plain attribute that a hook between the steps sets."""
-    rest = f", which {hook} sets, while a replay keeps the captured value; keep it in a tensor that changes in place"
+    rest = f", which {hook} sets, {_KEPT}; keep it in a tensor that changes in place"
     return Rule("read", path, f"reads {path}", rest)
 
 
@@ -159,13 +158,10 @@ def call_rule(callee: Ref, first: Any) -> Rule | None:
     """Return what speaks against calling `callee`; `first` is its first argument's value."""
     name = f"{callee.path}()"
     if callee.thing is builtins.next:
-        stream = (
-            first if isinstance(first, Ref) and (first.thing is ABSENT or hasattr(first.thing, "__next__")) else None
-        )
-        return stream and Rule(
-            "read", stream.path, f"takes the next item of {stream.path}",
-            ", and a replay would see the captured one again; let the training loader return it",
-        )  # fmt: skip
+        if not isinstance(first, Ref) or not (first.thing is ABSENT or hasattr(first.thing, "__next__")):
+            return None
+        rest = ", and a replay would see the captured one again; let the training loader return it"
+        return Rule("read", first.path, f"takes the next item of {first.path}", rest)
     if _reads_clock(callee):
         rest = ", and a replay would not; measure from on_train_batch_start to on_train_batch_end"
         return Rule("read", name, f"reads the clock by {name}", rest)
@@ -173,7 +169,7 @@ def call_rule(callee: Ref, first: Any) -> Rule | None:
         cure = "draw on the device (torch.rand(..., device=self.device)) or in the loader"
         return Rule("read", name, f"draws on the host by {name}", f", which a replay would repeat; {cure}")
     if (_home(callee) or "").startswith(("torch.cuda.memory", "psutil")):
-        return Rule("read", name, f"reads {name}", f", {_KEPT}; read it in on_train_batch_end")
+        return Rule("read", name, f"reads {name}", f", which changes {_KEPT}; read it in on_train_batch_end")
     if _fills(callee) or _writes(callee):
         return Rule("effect", name, f"calls {name}", f", {_NOT_AGAIN}; do it in on_train_batch_end")
     return None
@@ -221,6 +217,12 @@ def parts(thing: Any) -> Iterator[Any]:
         yield from thing
     elif type(thing) is dict:
         yield from thing.values()
+
+
+def _changes(path: str) -> str:
+    of_epoch = path.endswith("epoch")
+    unit, hook = ("epoch", "on_train_epoch_start") if of_epoch else ("step", "on_train_batch_start")
+    return f", which changes from {unit} to {unit} {_KEPT}; fill a tensor in place in {hook} and read that"
 
 
 def _reads_clock(callee: Ref) -> bool:

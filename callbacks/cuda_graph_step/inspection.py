@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from fasttrain.callbacks.cuda_graph_step.bytecode import UNKNOWN, Constant, Entries, Items, Reader, Value, bind, walk
+from fasttrain.callbacks.cuda_graph_step.bytecode import walk
 from fasttrain.callbacks.cuda_graph_step.host_rules import (
     OPTIMIZER_VALUES,
     Ref,
@@ -32,6 +32,7 @@ from fasttrain.callbacks.cuda_graph_step.host_rules import (
     step_value,
     store_rule,
 )
+from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Constant, Entries, Items, Reader, Value, bind
 from fasttrain.callbacks.cuda_graph_step.user_code import (
     ABSENT,
     UserCode,
@@ -252,9 +253,12 @@ class _Frame(Reader):
 
     def _use_all(self, values: Iterable[Value]) -> None:
         for value in values:
-            self._use_all(value.values if isinstance(value, Items) else ())
-            self._use_all(value.values.values() if isinstance(value, Entries) else ())
-            self.use(value)
+            if isinstance(value, Items):
+                self._use_all(value.values)
+            elif isinstance(value, Entries):
+                self._use_all(value.values.values())
+            else:
+                self.use(value)
 
     def _of_object(self, owner: Ref, path: str, name: str) -> Value:
         if owner.thing is ABSENT:

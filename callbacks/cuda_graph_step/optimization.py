@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
+import torch
+
 from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import why_no_step_can_be_captured
@@ -25,8 +27,9 @@ class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there are no CUDA graphs, or where the step's code tells that it can't be captured."""
-        if context.hardware.device != "cuda":
-            return Refuses(f"the run is on the {context.hardware.device}, and CUDA graphs need an NVIDIA GPU")
+        device = torch.device(context.hardware.device).type
+        if device != "cuda" or torch.version.cuda is None:
+            return Refuses(f"the run is on {context.hardware.name or device}, and CUDA graphs need an NVIDIA GPU")
         reason = why_no_step_can_be_captured(context.module, self.config.trusted)
         if reason is not None:
             return Refuses(reason)

@@ -60,7 +60,7 @@ class Attribute:
 
     value: Any = ABSENT
     bound: bool = False
-    getter: FunctionType | None = None
+    getter: Any = None
     """The function that a property would run."""
 
 
@@ -101,7 +101,8 @@ def plain_function(thing: Any) -> FunctionType | None:
         ):
             thing = thing.__wrapped__
         else:
-            return thing if isinstance(thing, FunctionType) else None
+            break
+    return thing if isinstance(thing, FunctionType) else None
 
 
 def free_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
