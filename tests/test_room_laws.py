@@ -227,7 +227,7 @@ def test_applied_it_says_what_it_changed_and_names_stay(name: str, each_probe_is
     attachments = plan.attach(context)
     records: list[Any] = []
     recorder = RunRecorder(plan, RunClock(), 0.0, records.append)
-    config = TrainerConfig(accelerator=hardware.accelerator, max_steps=2)
+    config = TrainerConfig(accelerator=hardware.kind, max_steps=2)
     trainer = make_trainer(config, attachments, [recorder], [], enable_progress_bar=False)
     trainer.fit(module, datamodule=next((a.data for a in attachments if a.data), data))
     ((row,),) = [record["optimizations"] for record in records]

@@ -31,6 +31,7 @@ class CarriedState:
     def before(self) -> None:
         """Note the state before an eager step, from which `after` learns what the step sets anew."""
         self._tensors, self._lengths = tensor_attributes(self.module), self._list_lengths()
+        self._versions = {path: _version(tensor) for path, tensor in self._tensors.items()}
         self._counts = [metric._update_count for metric in self._metrics]
 
     def after(self) -> None:
@@ -39,9 +40,14 @@ class CarriedState:
         Raises:
             OptimizationError: a metric keeps a list that grows with every step.
         """
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         for path, tensor in tensor_attributes(self.module).items():
-            is_set_anew = path in self._tensors and tensor is not self._tensors[path]
-            if is_set_anew and path not in self.static and not self._is_cache(path):
+            changes = path in self._tensors and (
+                tensor is not self._tensors[path]
+                # Changed in place, it stays where it is until somebody resets it to another; buffers are watched.
+                or (path not in buffers and _version(tensor) != self._versions[path])
+            )
+            if changes and path not in self.static and not self._is_cache(path):
                 self.static[path] = tensor.detach().clone()
                 self._places[path] = self._place(path)
         self._updates = [
@@ -122,3 +128,8 @@ class CarriedState:
             for name in metric._defaults
             if isinstance(value := getattr(metric, name), list)
         }
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to in place."""
+    return 0 if tensor.is_inference() else tensor._version
