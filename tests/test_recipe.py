@@ -93,7 +93,7 @@ def test_the_name_defaults_to_the_files(write: Any) -> None:
 def test_sets_of_optimizations(write: Any) -> None:
     own = write(SHAPES + "optimizations: {precision: {least_gain: 0.5}}")
     assert resolve(own, [], CPU).config.optimizations == {"precision": {"least_gain": 0.5}}
-    assert resolve(own, ["optimizations=exact"], CPU).config.optimizations == {"channels_last": {}}
+    assert resolve(own, ["optimizations=exact"], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
     assert resolve(own, ["optimizations=none"], CPU).config.optimizations == {}
     assert resolve(own, ["optimizations.precision=false"], CPU).config.optimizations == {"precision": False}
     assert resolve(own, ["optimizations.channels_last.measure=false"], CPU).config.optimizations == {
@@ -101,16 +101,20 @@ def test_sets_of_optimizations(write: Any) -> None:
         "channels_last": {"measure": False},
     }
     both = resolve(own, ["optimizations=full", "optimizations.precision.least_gain=0.2"], CPU)
-    assert both.config.optimizations == {"channels_last": {}, "precision": {"least_gain": 0.2}}
+    assert both.config.optimizations == {
+        "channels_last": {},
+        "cuda_graph_step": {},
+        "precision": {"least_gain": 0.2},
+    }
     assert both.origin["optimizations.precision.least_gain"] == "command line"
     assert both.origin["optimizations.channels_last"] == "optimizations full"
 
 
 def test_a_set_named_in_a_recipe_or_preset(write: Any) -> None:
     named = write(SHAPES + "optimizations: exact")
-    assert resolve(named, [], CPU).config.optimizations == {"channels_last": {}}
+    assert resolve(named, [], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
     inside = write(SHAPES + "optimizations: {precision: {}}\npreset: a\npresets: {a: {optimizations: exact}}")
-    assert resolve(inside, [], CPU).config.optimizations == {"channels_last": {}}
+    assert resolve(inside, [], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
 
 
 def test_none_on_the_command_line_wins_over_a_preset(write: Any) -> None:
@@ -220,7 +224,7 @@ def test_choices_over_a_saved_configuration(write: Any) -> None:
     saved = write(resolve(write(SHAPES + PRESETS), [], GPU).to_yaml(), "config.yaml")
     moved = resolve(saved, ["hardware=cpu"], CPU)
     assert (moved.config.trainer.accelerator, moved.config.hardware, moved.config.preset) == ("cpu", "cpu", "full")
-    assert resolve(saved, ["optimizations=exact"], CPU).config.optimizations == {"channels_last": {}}
+    assert resolve(saved, ["optimizations=exact"], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
     assert refused(saved, ["preset=small"]) == (
         "preset=small: config.yaml is a finished configuration, in which every value is settled; presets are chosen "
         "where its recipe is named."

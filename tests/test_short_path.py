@@ -184,8 +184,7 @@ def recorded(case: Case, graph: CUDAGraphStep | None, hears_batches: bool, reads
     options: dict[str, Any] = {"log_every_n_steps": 4, "max_epochs": 3, **case}
     base = options.pop("net", Net)
     callback_hooks, module_hooks = (
-        [name for name in hooks if hears_batches or name not in BATCH_HOOKS]
-        for hooks in (CALLBACK_HOOKS, MODULE_HOOKS)
+        [name for name in hooks if hears_batches or name not in BATCH_HOOKS] for hooks in (CALLBACK_HOOKS, MODULE_HOOKS)
     )
     torch.manual_seed(1)
     module = recorder(base, module_hooks, told, reads)(schedule=options.pop("schedule", None))
@@ -221,7 +220,9 @@ def test_hooks_are_called_as_lightning_does(case: Case, listens: str) -> None:
 class ChangesBatches(pl.Callback):
     """Augments in place, and replaces a part of the batch."""
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         batch[0].mul_(1 + 0.1 * batch_idx)
         batch[1] = batch[1].flip(0)
 

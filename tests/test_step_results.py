@@ -6,13 +6,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from graph_fits import Batches, Small, assert_same_state, batches, fit, same_start, sgd
+from graph_fits import Batches, Small, assert_same_state, batches, fit, same_start
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
 from fasttrain.callbacks import CUDAGraphStep
+from fasttrain.errors import OptimizationError
 from fasttrain.step_results import StepResults
 
 Say = Callable[[Any, Any, Tensor], None]
@@ -279,10 +280,10 @@ def test_doubles_stay_doubles_for_a_graph_captured_after_a_reset() -> None:
     def say(module: Any, batch: Any, loss: Tensor) -> None:
         module.log("value", loss.double() * 1.0000001, on_step=False, on_epoch=True)
 
-    sizes = [6] * 8 + [4] * 2 + [4, 6, 6, 4] * 4
+    # The second size is captured at the start of the second epoch, before the first is replayed again.
+    sizes = [4, 6, 6, 6, 6, 6, 6, 6]
     data = Batches([batches(1, (rows,), seed=index).made[0] for index, rows in enumerate(sizes)])
-    logged(lambda: Logs(say), data, limit_train_batches=9, max_epochs=1, log_every_n_steps=1) if False else None
-    logged(lambda: Logs(say), data, max_epochs=3)
+    logged(lambda: Logs(say), data, max_epochs=4)
 
 
 def test_a_value_that_is_new_after_the_warm_up_is_named() -> None:
@@ -311,14 +312,13 @@ def test_a_value_that_is_new_after_the_warm_up_is_named() -> None:
 
 
 def test_the_store_by_itself() -> None:
-    module, trainer = Logs(lambda *_: None), fit(Small(), batches(1), max_epochs=1)
+    trainer = fit(Small(), batches(1), max_epochs=1)
     results = StepResults(trainer.fit_loop.epoch_loop._results, trainer)
     assert results.plain().keys() == results.keys()
-    with results.collecting() as logs, pytest.raises(Exception, match="was not called in the eager steps") as caught:
+    with results.collecting() as logs, pytest.raises(OptimizationError) as caught:
         results.log("training_step", "new", torch.tensor(1.0))
     assert logs == {}
     assert str(caught.value) == (
         "self.log('new') was not called in the eager steps before the capture, so it depends on something that "
         "changes from step to step; call it in every step, or log it in on_train_batch_end."
     )
-    assert module.say is not sgd

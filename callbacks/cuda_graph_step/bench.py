@@ -66,7 +66,7 @@ def compare(
     for variant, graph in (("plain", None), ("ours", CUDAGraphStep())):
         timer = StepTimer(warm_up=steps // 4, graph=graph)
         timed_fit(Classifier(make(), make_optimizer), batches, timer, steps + 1, precision)
-        yield make_row("cuda_graph_step", case, variant, "step_ms", "ms", timer.step_ms, NOTE)
+        yield from fit_row(case, variant, timer, NOTE)
     bare = bare_loop(make(), batches, make_optimizer)
     yield make_row("cuda_graph_step", case, "bare", "step_ms", "ms", windows(bare, steps), "a loop, copies included")
     replay = bare_replay(make(), batches, make_optimizer)
@@ -93,10 +93,18 @@ def loop(steps: int = 2000) -> Iterator[Row]:
             timer = StepTimer(warm_up=steps // 4, graph=graph)
             classifier = Classifier(make_mlp(), torch.optim.AdamW, **module)
             timed_fit(classifier, batches, timer, steps + 1, **trainer)
-            yield make_row("cuda_graph_step", case, variant, "step_ms", "ms", timer.step_ms, note)
+            yield from fit_row(case, variant, timer, note)
     for variant, copies, what in (("floor", False, "replays alone"), ("copies", True, "inputs' copies and replays")):
         replay = bare_replay(make_mlp(), batches, torch.optim.AdamW, copies)
         yield make_row("cuda_graph_step", "loop_no_log", variant, "step_ms", "ms", windows(replay, steps), what)
+
+
+def fit_row(case: str, variant: str, timer: StepTimer, note: str) -> Iterator[Row]:
+    """Yield the row of a timed fit; none, and say why, where a graph step fell back to eager steps."""
+    if timer.why_not_credited is not None:
+        print(f"cuda_graph_step: {case} has no row for {variant}: {timer.why_not_credited}")
+        return
+    yield make_row("cuda_graph_step", case, variant, "step_ms", "ms", timer.step_ms, note)
 
 
 def bare_loop(net: nn.Module, batches: list[Any], make_optimizer: OptimizerMaker) -> Callable[[], None]:

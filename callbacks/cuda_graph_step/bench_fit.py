@@ -103,6 +103,13 @@ class StepTimer(pl.Callback):
         """Steps that were timed."""
         return len(self.step_ms) * self.window
 
+    @property
+    def why_not_credited(self) -> str | None:
+        """Why the times are not those of replays, though there is a graph step; None if they are."""
+        if self.graph is None or (self.replays == self.steps > 0 and self.capture_s is not None):
+            return None
+        return "; ".join([f"{self.replays} of {self.steps} timed steps were replays", *self.graph.notes])
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
         self._started = self._then = time.perf_counter()
