@@ -68,6 +68,8 @@ class StepResults(_ResultCollection):
         self.update(plain)
         self.batch, self.batch_size, self.dataloader_idx = plain.batch, plain.batch_size, plain.dataloader_idx
         self._connector: Any = trainer._logger_connector
+        self._lightnings_reduce = trainer.strategy.reduce
+        self._reduce_by(reduce_over_ranks)
         self._collected: dict[str, Logged] | None = None
         self._sums: dict[str, Tensor] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -150,6 +152,8 @@ class StepResults(_ResultCollection):
         if self._collected is None:
             self.settle()
             self._sums_are_loaded = False
+            if options.get("sync_dist"):
+                options["sync_dist_fn"] = reduce_over_ranks
             super().log(fx, name, value, *arguments, **options)
             if isinstance(value, Tensor):
                 self._dtypes[f"{fx}.{name}"] = self[f"{fx}.{name}"].value.dtype
@@ -168,7 +172,8 @@ class StepResults(_ResultCollection):
             dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else metric.value.dtype
             # A copy, as Lightning takes one: the step may go on changing the tensor in place.
             kept = value.detach().to(dtype, copy=True)
-            shown = over_ranks(kept, metric.meta.sync) if metric.meta.on_step else None
+            is_reduced = metric.meta.on_step and metric.meta.sync.should
+            shown = metric.meta.sync(kept.clone()) if is_reduced else None
             self._collected[key] = Logged(key, kept, None, rows, shown, self._collected.get(key))
 
     def metrics(self, on_step: bool) -> Any:
@@ -194,10 +199,18 @@ class StepResults(_ResultCollection):
     def plain(self) -> _ResultCollection:
         """Return an ordinary store with the same metrics, to be put back in this one's place."""
         self.settle()
+        self._reduce_by(self._lightnings_reduce)
         plain = _ResultCollection(training=self.training)
         plain.update(self)
         plain.batch, plain.batch_size, plain.dataloader_idx = self.batch, self.batch_size, self.dataloader_idx
         return plain
+
+    def _reduce_by(self, reduce: Any) -> None:
+        for metric in self.values():
+            sync = metric.meta.sync
+            if sync.should:
+                sync.fn = reduce
+                sync.should = True  # has Lightning take it up
 
     def _add_up(self, logged: Logged) -> None:
         if logged.earlier is not None:
@@ -231,20 +244,19 @@ class StepResults(_ResultCollection):
             result.cumulated_batch_size = result.cumulated_batch_size + rows
 
 
-def over_ranks(value: Tensor, sync: Any) -> Tensor | None:
-    """Return a value reduced over all ranks as Lightning's `sync_dist` does; None where nobody asked for it.
+def reduce_over_ranks(value: Tensor, group: Any = None, reduce_op: str = "mean") -> Tensor:
+    """Return a value reduced over all ranks, in place, as Lightning's strategy does for `sync_dist`.
 
-    A collective, and one that may be captured: Lightning's own first waits for all ranks on the host.
+    Lightning waits for all ranks on the host before, which no graph can hold. Eager steps use this one as well: while
+    one rank replays, another may run a shape that it has not seen before, and both must call the same collectives.
     """
-    if sync.fn is None or not sync.should or sync.rank_zero_only or not torch.distributed.is_initialized():
-        return None
-    group = torch.distributed.group.WORLD if sync.group is None else sync.group
-    name = {"mean": "AVG"}.get(sync.op, sync.op.upper())
+    group = torch.distributed.group.WORLD if group is None else group
+    name = {"mean": "AVG"}.get(reduce_op, reduce_op.upper())
     divides = name == "AVG" and torch.distributed.get_backend(group) == "gloo"  # which has no mean
-    reduced = value.clone()
-    operation = getattr(torch.distributed.ReduceOp, "SUM" if divides else name)
-    torch.distributed.all_reduce(reduced, op=operation, group=group)
-    return reduced.div_(torch.distributed.get_world_size(group)) if divides else reduced
+    torch.distributed.all_reduce(value, getattr(torch.distributed.ReduceOp, "SUM" if divides else name), group)
+    if divides:
+        value.copy_(value / torch.distributed.get_world_size(group))  # a count of rows may be an integer
+    return value
 
 
 @contextmanager

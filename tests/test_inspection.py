@@ -78,6 +78,7 @@ class Ways(Lit):
         self.net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Talks()))
         self.meter = Meter()
         self.loss = partial(speaks, 1)
+        self.stored = self.method
         self.own_function = speaks
 
     @property
@@ -107,6 +108,10 @@ class Ways(Lit):
     def decorated_by_library(self, x: Any) -> Any:
         return self.method(x)
 
+    @functools.lru_cache  # noqa: B019
+    def decorated_by_cache(self, x: Any) -> Any:
+        return self.method(x)
+
     @rank_zero_only
     def on_first_rank(self, x: Any) -> Any:
         return self.method(x)
@@ -121,7 +126,9 @@ class Ways(Lit):
         "self.of_class(batch)",
         "self.decorated(batch)",
         "self.decorated_by_library(batch)",
+        "self.decorated_by_cache(batch)",
         "self.on_first_rank(batch)",
+        "self.stored(batch)",
         "self.loss(batch)",
         "self.own_function(batch)",
         "self.loud",
@@ -150,6 +157,23 @@ def test_the_walk_follows_calls_into_the_users_code(body: str) -> None:
         f"speaks calls print() (test_inspection.py:{line(speaks, 'print')}), which a replay would not do again; do "
         "it in on_train_batch_end"
     )
+
+
+def test_arguments_given_beforehand_come_first() -> None:
+    assert inspected.reads("self.times(batch_idx)", times=partial(multiplies, 2)) == ["by"]
+    assert inspected.reads("self.times(batch_idx)", times=partial(multiplies, by=2)) == ["batch"]
+    assert inspected.reads("self.times(batch)", times=partial(multiplies, by=2)) == []
+
+
+def test_a_compiled_module_is_looked_through() -> None:
+    compiled = torch.compile(Lit())._orig_mod
+    compiled.training_step = torch.compile(type(compiled).training_step.__get__(compiled))
+    assert frozen_reads(compiled.training_step, compiled) == []
+    step = inspected.step("print(batch) or batch_idx")
+    module = step.__self__
+    module.training_step = torch.compile(step)
+    assert [read.name for read in frozen_reads(module.training_step, module)] == ["batch_idx"]
+    assert [effect.name for effect in host_effects(module.training_step, module)] == ["print()"]
 
 
 def test_an_object_of_the_users_is_entered() -> None:

@@ -1,6 +1,5 @@
 """The fit that this room's bench cases time: everything is on that a user has on, and a clock."""
 
-import copy
 import gc
 import math
 import tempfile
@@ -144,7 +143,7 @@ def timed_fit(
     accelerator: str = "gpu",
     **options: Any,
 ) -> None:
-    """Fit a copy of a module for at most `steps` steps under a timer, and under its graph step if it has one.
+    """Fit a module for at most `steps` steps under a timer, and under its graph step if it has one.
 
     Args:
         options: further arguments of lightning.Trainer.
@@ -165,7 +164,7 @@ def timed_fit(
             enable_model_summary=False,
             **options,
         )
-        trainer.fit(copy.deepcopy(module), Endless(batches, steps))
+        trainer.fit(module, Endless(batches, steps))
 
 
 def pinned(batch: Any) -> Any:

@@ -4,6 +4,7 @@ Each is built with random weights inside a plain LightningModule and trained in 
 and stochastic depth on as its library has them. A package that isn't there is told of and left out.
 """
 
+import copy
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -127,7 +128,7 @@ def compare(network: Network, module: pl.LightningModule, rows: int) -> Iterator
 def measure(module: pl.LightningModule, batches: list[Any], graph: CUDAGraphStep | None) -> tuple[StepTimer, float]:
     """Fit a copy of a module; return what its timer found, and the most memory reserved on the device in GB (10⁹)."""
     timer = StepTimer(WARM_UP, WINDOW, ENOUGH_S, graph)
-    timed_fit(module, batches, timer, WARM_UP + WINDOW * MOST_WINDOWS + 1, "bf16-mixed")
+    timed_fit(copy.deepcopy(module), batches, timer, WARM_UP + WINDOW * MOST_WINDOWS + 1, "bf16-mixed")
     return timer, torch.cuda.max_memory_reserved() / 1e9
 
 
@@ -140,13 +141,12 @@ def _vit_b_16(side: int) -> pl.LightningModule:
 
 
 def _efficientnet_b0() -> pl.LightningModule:
-    import timm
-
+    timm = importlib.import_module("timm")
     net = timm.create_model("efficientnet_b0", num_classes=CLASSES, drop_rate=0.2, drop_path_rate=0.2)
     return Classifier(net, partial(torch.optim.AdamW, lr=1e-4))
 
 
 def _bert_base() -> pl.LightningModule:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    return SentenceClassifier(BertForSequenceClassification(BertConfig()), partial(torch.optim.AdamW, lr=1e-4))
+    transformers = importlib.import_module("transformers")
+    net = transformers.BertForSequenceClassification(transformers.BertConfig())
+    return SentenceClassifier(net, partial(torch.optim.AdamW, lr=1e-4))

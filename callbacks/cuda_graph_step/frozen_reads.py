@@ -9,15 +9,15 @@ found is certain to be in the code, not to be reached; what isn't found may stil
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 import lightning.pytorch as pl
 
 from fasttrain.callbacks.cuda_graph_step.host_rules import Ref, Role
-from fasttrain.callbacks.cuda_graph_step.inspection import Changed, Inspection
+from fasttrain.callbacks.cuda_graph_step.inspection import Changed, Inspection, value_of
 from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Value
-from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT, UserCode, find_attribute, plain_function
+from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT, UserCode, find_attribute, plain_function, target_of
 
 STEP_ARGUMENTS: Final = {
     "on_train_batch_end": (None, None, "batch_idx"),
@@ -103,16 +103,18 @@ def inspect_hook(
     Args:
         hook: under which name Lightning calls it, if that isn't the function's own.
     """
-    plain = plain_function(function)
+    target = target_of(function)
+    plain = target.function
     code = UserCode.of(owner, *([module] if module is not None else []))
     inspection = Inspection(code, changed, judged_apart)
     if plain is not None:
         given = _given_by_lightning(hook or _hook_of(plain, owner), owner, module)
-        itself = [Ref.to("self", owner)] if isinstance(function, MethodType) else []
-        named = plain.__code__.co_varnames[len(itself) : plain.__code__.co_argcount]
+        leading = [Ref.to("self", each) if type(each) is type(owner) else value_of(each) for each in target.leading]
+        keywords = {name: value_of(each) for name, each in target.keywords.items()}
+        named = plain.__code__.co_varnames[len(leading) : plain.__code__.co_argcount]
         by_name = {"batch_idx": Ref("batch_idx", ABSENT, Role.STEP), "trainer": Ref("trainer", ABSENT, Role.TRAINER)}
         arguments = given or [by_name.get(name, UNKNOWN) for name in named]
-        inspection.enter(plain, [*itself, *arguments], {} if given else None)
+        inspection.enter(plain, [*leading, *arguments], keywords if given else None)
     return inspection
 
 

@@ -39,6 +39,7 @@ from fasttrain.callbacks.cuda_graph_step.user_code import (
     find_attribute,
     free_variables,
     plain_function,
+    target_of,
 )
 
 GREATEST_DEPTH: Final = 24
@@ -113,9 +114,9 @@ class Inspection:
         module = ref.thing
         for table in MODULE_HOOKS:
             for hook in vars(module).get(table, {}).values():
-                function = plain_function(hook)
-                if function is not None and self.code.has(function):
-                    self.enter(function, [Ref.to(_path(hook), hook.__self__)] if isinstance(hook, MethodType) else [])
+                target = target_of(hook)
+                if target.function is not None and self.code.has(target.function):
+                    self.enter(target.function, [value_of(each) for each in target.leading])
         if isinstance(module, Metric):
             return False  # the room carries metrics over
         if self.code.has_forward_of(module):
@@ -308,14 +309,16 @@ class _Frame(Reader):
             return self.inspection.enter_module(callee, args, kwargs)
         if callee.name == "apply" and _is_autograd_function(callee.owner):
             return self._enter_autograd_function(callee.owner, args)
-        function = plain_function(thing)
+        target = target_of(thing)
+        function = target.function
         if isinstance(thing, type):
             function = plain_function(find_attribute(thing, "__init__").value)
             args = [UNKNOWN, *args]
-        elif isinstance(thing, MethodType):
-            args = [Ref.to(_path(thing), thing.__self__), *args]
         elif function is not None:
             args = [callee.owner, *args] if callee.bound else args
+            args = [*map(value_of, target.leading), *args]
+            given = {name: value_of(each) for name, each in target.keywords.items()}
+            kwargs = None if kwargs is None else {**given, **kwargs}
         elif callable(thing):
             function = plain_function(find_attribute(type(thing), "__call__").value)
             args = [callee, *args]
@@ -351,8 +354,9 @@ def short_name(code: CodeType) -> str:
     return code.co_qualname.rpartition("<locals>.")[2]
 
 
-def _path(method: MethodType) -> str:
-    return type(method.__self__).__name__
+def value_of(thing: Any) -> Value:
+    """Return the value of an object that comes with a function, under its class's name."""
+    return Constant(thing) if is_plain(thing) else Ref.to(type(thing).__name__, thing)
 
 
 def _identity(value: Value) -> Any:

@@ -4,8 +4,8 @@ import functools
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -84,25 +84,37 @@ def find_attribute(owner: object, name: str) -> Attribute:
     return Attribute(raw, bound=callable_of_class)
 
 
-def plain_function(thing: Any) -> FunctionType | None:
-    """Return the Python function behind a method, a partial or an installed decorator; None for anything else.
+@dataclass(frozen=True)
+class Target:
+    """What a call of something comes down to: a Python function, and the arguments that it is given beforehand."""
 
-    A decorator of the user's own stays: it calls what it wraps.
-    """
+    function: FunctionType | None
+    """None for what isn't written in Python."""
+    leading: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+def target_of(thing: Any) -> Target:
+    """Look behind methods, partials and installed decorators. A decorator of the user's calls what it wraps."""
+    leading: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
     while True:
         if isinstance(thing, MethodType):
-            thing = thing.__func__
-        elif isinstance(thing, (functools.partial, functools.partialmethod)):
+            thing, leading = thing.__func__, (thing.__self__, *leading)
+        elif isinstance(thing, functools.partial):
+            leading, keywords = (*thing.args, *leading), {**thing.keywords, **keywords}
             thing = thing.func
-        elif (
-            isinstance(thing, FunctionType)
-            and hasattr(thing, "__wrapped__")
-            and is_installed(thing.__code__.co_filename)
-        ):
+        elif isinstance(thing, functools.partialmethod):
+            thing = thing.func
+        elif _is_decorated_by_library(thing):
             thing = thing.__wrapped__
         else:
-            break
-    return thing if isinstance(thing, FunctionType) else None
+            return Target(thing if isinstance(thing, FunctionType) else None, leading, keywords)
+
+
+def plain_function(thing: Any) -> FunctionType | None:
+    """Return the function of `target_of`."""
+    return target_of(thing).function
 
 
 def free_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -117,3 +129,9 @@ def free_variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _roots() -> tuple[str, ...]:
     return tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _is_decorated_by_library(thing: Any) -> bool:
+    if isinstance(thing, (type, nn.Module)) or "__wrapped__" not in (getattr(thing, "__dict__", None) or {}):
+        return False
+    return not isinstance(thing, FunctionType) or is_installed(thing.__code__.co_filename)
