@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.step_results import StepResults
 
@@ -67,10 +68,12 @@ class DelegatedOptimization(_AutomaticOptimization):
 
     def run_plain(self, batch_idx: int, arguments: Arguments) -> Outputs:
         """Do the whole step as Lightning does, every hook included."""
+        self._have_ddp_sync_buffers(self.window(batch_idx).zeroes)
         return super().run(self.trainer.optimizers[0], batch_idx, arguments)
 
     def forward_and_backward(self, batch_idx: int, arguments: Arguments) -> Outputs:
         """Do Lightning's closure alone: `training_step`, zeroing where it is due, backward."""
+        self._have_ddp_sync_buffers(self.window(batch_idx).zeroes)
         closure = self._make_closure(arguments, self.trainer.optimizers[0], batch_idx)
         with _block_parallel_sync_behavior(self.trainer.strategy, block=not self.window(batch_idx).steps):
             closure()
@@ -108,6 +111,7 @@ class DelegatedOptimization(_AutomaticOptimization):
 
     def count(self, window: Window, stepped: bool) -> None:
         """Count a step that was done without Lightning's own code."""
+        self._have_ddp_sync_buffers(window.steps)
         if window.zeroes:
             zero_grad: Any = self.optim_progress.optimizer.zero_grad
             for progress in (zero_grad.total, zero_grad.current):
@@ -119,3 +123,13 @@ class DelegatedOptimization(_AutomaticOptimization):
             for tracker in (step.total, step.current):
                 tracker.ready += 1
                 tracker.completed += 1
+
+    def _have_ddp_sync_buffers(self, does: bool) -> None:
+        """Tell DDP whether its next forward takes over the first rank's buffers.
+
+        It does after a step that averaged gradients, which it notes on the host, where a replay notes nothing. Told
+        before each step, every rank does the same whether it replays or not, and an evaluation changes nothing.
+        """
+        model: Any = self.trainer.strategy.model
+        if isinstance(model, DistributedDataParallel):
+            model.require_forward_param_sync = does

@@ -1,5 +1,6 @@
 """The graph step on two processes: the same weights on both and as without it, and nobody waits for the other in vain."""
 
+import inspect
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from fasttrain.callbacks import CUDAGraphStep
+from fasttrain.callbacks.cuda_graph_step.callback import WARM_UP_OF_DDP
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that uses CUDA can't be forked")
 
@@ -29,6 +31,10 @@ class Logs(Small):
         self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="max")
         self.log("first", loss, on_step=True, on_epoch=True, sync_dist=True, rank_zero_only=True)
         return loss
+
+
+def is_replaying() -> bool:
+    return any(frame.function == "replay" and frame.filename.endswith("recording.py") for frame in inspect.stack(0))
 
 
 class Data(pl.LightningDataModule):
@@ -90,7 +96,8 @@ def fit(folder: Path, graph: CUDAGraphStep | None, data: Data, module: Any = Log
     """Train on two ranks; return what each told, and the rows of the first's logger."""
     folder.mkdir()
     torch.manual_seed(1)
-    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timedelta(seconds=15))
+    timeout = options.pop("timeout", timedelta(seconds=30))
+    strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", timeout=timeout)
     settings: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 5, **options}
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, logger=CSVLogger(folder, name="", version=""),
@@ -108,25 +115,66 @@ def assert_same(one: Any, other: Any) -> None:
         torch.testing.assert_close(value, other[key], rtol=0, atol=0, msg=lambda text, k=key: f"{k}: {text}")
 
 
+def assert_same_learned(mine: Any, expected: Any) -> None:
+    assert_same(mine["weights"], expected["weights"])
+    for index, state in expected["optimizer"].items():
+        assert_same(mine["optimizer"][index], state)
+
+
 LEARNED = ("net.0.weight", "net.4.weight", "net.4.bias", "net.1.weight")
 """Statistics of the batch normalization are each rank's own until the next forward."""
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_two_processes_learn_and_log_the_same(tmp_path: Path, accumulate: int) -> None:
-    data = Data(55)
-    plain, ours = (
-        fit(tmp_path / name, graph, data, accumulate_grad_batches=accumulate)
-        for name, graph in (("plain", None), ("ours", CUDAGraphStep(stand_in=True)))
-    )
+@pytest.mark.parametrize(
+    ("accumulate", "count", "epochs", "eager"),
+    [(1, 52, 1, WARM_UP_OF_DDP), (3, 22, 2, WARM_UP_OF_DDP + 1)],  # the short window at the end is one more kind
+)
+def test_two_processes_learn_and_log_the_same(
+    tmp_path: Path, accumulate: int, count: int, epochs: int, eager: int
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": epochs}
+    ours = fit(tmp_path / "ours", CUDAGraphStep(stand_in=True), Data(count), **options)
+    plain = fit(tmp_path / "plain", None, Data(count), **options)
     for mine, expected in zip(ours, plain, strict=True):
-        assert_same(mine["weights"], expected["weights"])
-        for index, state in expected["optimizer"].items():
-            assert_same(mine["optimizer"][index], state)
+        assert_same_learned(mine, expected)
         for key in ("step", "read", "metrics", "rows"):
             assert mine[key] == expected[key], key
-        assert mine["eager"] == [11], mine["notes"]
-        assert mine["hits"][0] >= 90
-        assert expected["broadcasts"] == 2 * 55
-        assert mine["broadcasts"] == 2 * 2, "at the batches 0 and 50 of each epoch"
+        assert mine["eager"] == [eager], mine["notes"]
+        assert mine["hits"][0] >= 20
+        assert expected["broadcasts"] == epochs * count
+        assert mine["broadcasts"] == epochs * (1 + count // 50)
     assert_same({k: ours[0]["weights"][k] for k in LEARNED}, {k: ours[1]["weights"][k] for k in LEARNED})
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a rank that checks a new graph calls collectives which the others, replaying theirs, don't: it must not "
+    "check unless all ranks do",
+)
+def test_each_rank_has_shapes_of_its_own(tmp_path: Path) -> None:
+    """One rank replays, while another meets a shape for the first time, captures it and checks it."""
+    data = Data(45, rows=((6, 5, 6, 4), (6, 6, 5, 6)))
+    options: dict[str, Any] = {"max_epochs": 1, "timeout": timedelta(seconds=5)}
+    ours = fit(tmp_path / "ours", CUDAGraphStep(stand_in=True), data, **options)
+    plain = fit(tmp_path / "plain", None, data, **options)
+    for mine, expected in zip(ours, plain, strict=True):
+        assert_same_learned(mine, expected)
+        assert mine["rows"] == expected["rows"]
+        assert mine["hits"][0] >= 20
+
+
+class DiffersOnTheSecond(Logs):
+    """Its captured step is not its eager one, on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if self.global_rank == 1 and is_replaying() else loss
+
+
+def test_ranks_agree_that_a_replay_is_wrong(tmp_path: Path) -> None:
+    graph = CUDAGraphStep(stand_in=True, trusted=("DiffersOnTheSecond.training_step",))
+    ours = fit(tmp_path / "ours", graph, Data(30), DiffersOnTheSecond, max_epochs=1)
+    plain = fit(tmp_path / "plain", None, Data(30), max_epochs=1)
+    for mine, expected in zip(ours, plain, strict=True):
+        assert_same_learned(mine, expected)
+        assert "a replay is not what the eager step computes" in mine["notes"][0]

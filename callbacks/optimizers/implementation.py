@@ -60,10 +60,12 @@ def sparse_embedding(module: nn.Module) -> str | None:
 def use(optimizer: Optimizer, implementation: Implementation) -> Callable[[], None]:
     """Have the groups whose implementation is left open step by this one from now on; return what undoes it.
 
-    Mutates the groups' `fused` or `foreach`, and where Adam's `step` lies. While it holds, `state_dict()` gives what the
-    optimizer without it would have given, and state that is loaded comes under it too. `_step_supports_amp_scaling`,
-    by which torch's fused optimizers take unscaling and overflow checks over from the loss scaler, stays unset: so
-    gradients are unscaled before hooks and clipping see them, as before, and Lightning clips them, which it refuses
+    Mutates the groups' `fused` or `foreach`, and where Adam's `step` lies; fused SGD gets its momentum buffers now, of
+    zeros. While it holds, `state_dict()` has the flags and the placement of the optimizer without it, and state that is
+    loaded comes under it too.
+
+    `_step_supports_amp_scaling`, by which an optimizer made with fused=True takes unscaling over from the loss scaler,
+    stays unset. So hooks and clipping see unscaled gradients, as before, and Lightning clips them at all: it refuses to
     for optimizers that unscale (Lightning-AI/pytorch-lightning#21435).
 
     Args:

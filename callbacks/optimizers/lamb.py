@@ -147,7 +147,7 @@ class LAMB(LayerwiseOptimizer):
         self.store(weights, params)
 
     def _state_of(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        state = self.state[param]
+        state: dict[str, Any] = self.state[param]
         if "exp_avg" not in state:
             device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -217,7 +217,7 @@ def _directions(
     exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: Tensor | None, beta1: Number, beta2: Number, eps: Number
 ) -> list[Tensor]:
     """Return (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) for each tensor, in new memory."""
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
+    denominators = list(torch._foreach_sqrt(exp_avg_sqs))
     if steps is None:
         add_number_(denominators, eps)
         return list(torch._foreach_div(exp_avgs, denominators))

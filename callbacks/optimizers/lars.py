@@ -6,10 +6,10 @@ Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks",
     v <- momentum * v + lr * trust * (g + weight_decay * w)
     w <- w - v
 
-MLPerf's reference of ResNet-50 (mlcommons/training, retired_benchmarks/resnet-tf2, lars_optimizer.py) has the same form,
-with eta 0.001, eps 0, trust 1 where either norm is 0, and batch norms and biases left out of both trust and decay.
-There the learning rate is inside of the momentum: after the rate has changed, earlier steps go on at their own rate. The
-other form, torch.optim.SGD's, keeps it outside (`lr_in_momentum=False`):
+MLPerf's reference of ResNet-50 (mlcommons/training, retired_benchmarks/resnet-tf2, lars_optimizer.py) has the same
+form, with eta 0.001, eps 0, trust 1 where either norm is 0, and batch norms and biases left out of trust and decay.
+There the learning rate is inside of the momentum: after the rate has changed, earlier steps go on at their own rate.
+The other form, torch.optim.SGD's, keeps it outside (`lr_in_momentum=False`):
 
     v <- momentum * v + trust * (g + weight_decay * w)
     w <- w - lr * v

@@ -7,7 +7,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
 
 from fasttrain.callbacks.optimizers.tensor_lists import MOST_ELEMENTS, computing_dtype, in_dtype
 
@@ -19,9 +18,6 @@ class LayerwiseOptimizer(Optimizer):
 
     most_elements: int = MOST_ELEMENTS
     """How many elements are updated at a time; intermediate lists hold no more, unless one parameter does."""
-
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
 
     def judge(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError for a group's numbers that make no sense; those on the device are not looked at."""
@@ -79,9 +75,8 @@ class LayerwiseOptimizer(Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(keys, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                loaded = self.state[param][name]
-                if isinstance(value, Tensor) and value.dtype != loaded.dtype and name != "step":
-                    self.state[param][name] = value.to(loaded.device)
+                if isinstance(value, Tensor) and name in self.state[param] and name != "step":
+                    self.state[param][name] = value.to(param.device)
 
 
 def zeros_for(param: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class FusedOptimizersConfig:
     def __post_init__(self) -> None:
         if not (self.fused or self.foreach):
             raise ConfigError(
-                "optimizations.optimizers: fused and foreach are both false, which leaves nothing to choose; allow one, "
-                "or optimizations.optimizers=false."
+                "optimizations.optimizers: fused and foreach are both false, which leaves nothing to choose; allow "
+                "one, or set optimizations.optimizers=false."
             )
 
     @property
@@ -133,9 +133,8 @@ class FusedOptimizersOptimization(Optimization[FusedOptimizersConfig]):
         gain = 1 - times[best] / times["plain"]
         words = ", ".join(f"{name} {ms_text(ms)} ms" for name, ms in times.items())
         if gain < self.config.least_gain:
-            return Refuses(
-                f"not faster here: {words} a step ({gain:+.0%}, at least {self.config.least_gain:+.0%} wanted)"
-            )
+            wanted = f"at least {self.config.least_gain:+.0%} wanted"
+            return Refuses(f"not faster here: {words} a step of the optimizer ({gain:+.0%}, {wanted})")
         self.callback.implementation = best
         return Applies(f"{best}; measured {words} a step of the optimizer")
 

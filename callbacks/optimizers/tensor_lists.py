@@ -77,7 +77,8 @@ def global_norm(params: Iterable[Tensor]) -> Tensor | None:
     parts = [torch.linalg.vector_norm(norms(gradients(bucket))) for bucket in buckets(params)]
     if not parts:
         return None
-    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device).double() for part in parts]))
+    together: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device).double() for part in parts]))
+    return together
 
 
 def is_there(number: Number) -> bool:
@@ -131,7 +132,7 @@ def add_each_(tensors: list[Tensor], others: list[Tensor], factors: Tensor) -> N
 
     One kernel for each tensor: torch has no multi-tensor kernel that takes a factor for each from the device.
     """
-    torch._foreach_addcmul_(tensors, others, each(factors, tensors[0].device, tensors[0].dtype))
+    torch._foreach_addcmul_(tensors, others, factors.to(tensors[0].dtype).unbind())
 
 
 def each(values: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...] | list[float]:
