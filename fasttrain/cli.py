@@ -118,8 +118,8 @@ def doctor(recipe: RecipeName, overrides: Overrides = None) -> None:
     Runs the step a few times outside of a fit: .item(), boolean indexing, copies between host and device, host random
     numbers and the like are named by file and line. Exit status 1 if the step can't be captured whole.
     """
-    from fasttrain.callbacks.cuda_graph_step.examination import examine
-    from fasttrain.callbacks.cuda_graph_step.sync_finder import UNSEEN_ON_CPU
+    from fasttrain.callbacks.cuda_graph_step.sync_finder.examination import examine
+    from fasttrain.callbacks.cuda_graph_step.sync_finder.finder import UNSEEN_ON_CPU
     from fasttrain.doctor import doctor as run_doctor
     from fasttrain.recipe import find_recipe, resolve
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fasttrain.callbacks.cuda_graph_step.frozen_reads import frozen_reads, host_effects
+from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import frozen_reads, host_effects
 
 
 class Lit(pl.LightningModule):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fasttrain.callbacks.cuda_graph_step.device_numbers import DeviceNumbers
-from fasttrain.callbacks.cuda_graph_step.device_update import SGDValues, sgd_
-from fasttrain.callbacks.cuda_graph_step.dry_step import HostReads
-from fasttrain.callbacks.cuda_graph_step.group_update import UPDATES
+from fasttrain.callbacks.cuda_graph_step.optimizer.device_numbers import DeviceNumbers
+from fasttrain.callbacks.cuda_graph_step.optimizer.device_update import SGDValues, sgd_
+from fasttrain.callbacks.cuda_graph_step.optimizer.dry_step import HostReads
+from fasttrain.callbacks.cuda_graph_step.optimizer.group_update import UPDATES
 
 STEPS = 50
 # Relative to the largest value of a kind of tensors: a single moment may be what is left of two that cancel. Both round

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fasttrain.callbacks.cuda_graph_step.sync_finder import UNSEEN_ON_CPU
+from fasttrain.callbacks.cuda_graph_step.sync_finder.finder import UNSEEN_ON_CPU
 from fasttrain.cli import main
 from fasttrain.doctor import can_be_captured, findings_table, verdict
 

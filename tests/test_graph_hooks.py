@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fasttrain.callbacks.cuda_graph_step.hooks import (
+from fasttrain.callbacks.cuda_graph_step.inspection.hooks import (
     CAPTURED_HOOKS,
     OUTSIDE_HOOKS,
     HookVerdict,

@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from fasttrain.callbacks.cuda_graph_step.dry_step import LEARNING_RATE, HostReads, dry_step_problem
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer, cycles_momentum
-from fasttrain.callbacks.cuda_graph_step.optimizer_recipes import RECIPES, known_class, recipe_for
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer, cycles_momentum
+from fasttrain.callbacks.cuda_graph_step.optimizer.dry_step import LEARNING_RATE, HostReads, dry_step_problem
+from fasttrain.callbacks.cuda_graph_step.optimizer.recipes import RECIPES, known_class, recipe_for
 from fasttrain.errors import OptimizationError
 
 CPU = torch.device("cpu")

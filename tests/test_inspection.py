@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fasttrain.callbacks.cuda_graph_step.frozen_reads import frozen_reads, host_effects
+from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import frozen_reads, host_effects
 
 USED_BY_EXPRESSIONS = (checkpoint,)
 inspected = Inspected(globals())

@@ -17,9 +17,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fasttrain.callbacks import CUDAGraphStep
-from fasttrain.callbacks.cuda_graph_step.dry_step import LEARNING_RATE, HostReads
 from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.dry_step import LEARNING_RATE, HostReads
 from fasttrain.callbacks.optimizers import LAMB, LARS, parameter_groups
 from fasttrain.callbacks.optimizers.reference import TOLERANCE, clip_divisor, lamb, lars
 

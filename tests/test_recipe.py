@@ -18,6 +18,7 @@ from fasttrain.errors import ConfigError
 from fasttrain.recipe import build, find_recipe, recipe_names, resolve
 
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
+EXACT: dict[str, Any] = {"channels_last": {}, "cuda_graph_step": {}}
 GPU = Hardware("gpu", "cuda:0", "a GPU", 16, (9, 0), 140 * 2**30)
 
 SHAPES = """
@@ -93,7 +94,7 @@ def test_the_name_defaults_to_the_files(write: Any) -> None:
 def test_sets_of_optimizations(write: Any) -> None:
     own = write(SHAPES + "optimizations: {precision: {least_gain: 0.5}}")
     assert resolve(own, [], CPU).config.optimizations == {"precision": {"least_gain": 0.5}}
-    assert resolve(own, ["optimizations=exact"], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
+    assert resolve(own, ["optimizations=exact"], CPU).config.optimizations == EXACT
     assert resolve(own, ["optimizations=none"], CPU).config.optimizations == {}
     assert resolve(own, ["optimizations.precision=false"], CPU).config.optimizations == {"precision": False}
     assert resolve(own, ["optimizations.channels_last.measure=false"], CPU).config.optimizations == {
@@ -112,9 +113,9 @@ def test_sets_of_optimizations(write: Any) -> None:
 
 def test_a_set_named_in_a_recipe_or_preset(write: Any) -> None:
     named = write(SHAPES + "optimizations: exact")
-    assert resolve(named, [], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
+    assert resolve(named, [], CPU).config.optimizations == EXACT
     inside = write(SHAPES + "optimizations: {precision: {}}\npreset: a\npresets: {a: {optimizations: exact}}")
-    assert resolve(inside, [], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
+    assert resolve(inside, [], CPU).config.optimizations == EXACT
 
 
 def test_none_on_the_command_line_wins_over_a_preset(write: Any) -> None:
@@ -224,7 +225,7 @@ def test_choices_over_a_saved_configuration(write: Any) -> None:
     saved = write(resolve(write(SHAPES + PRESETS), [], GPU).to_yaml(), "config.yaml")
     moved = resolve(saved, ["hardware=cpu"], CPU)
     assert (moved.config.trainer.accelerator, moved.config.hardware, moved.config.preset) == ("cpu", "cpu", "full")
-    assert resolve(saved, ["optimizations=exact"], CPU).config.optimizations == {"channels_last": {}, "cuda_graph_step": {}}
+    assert resolve(saved, ["optimizations=exact"], CPU).config.optimizations == EXACT
     assert refused(saved, ["preset=small"]) == (
         "preset=small: config.yaml is a finished configuration, in which every value is settled; presets are chosen "
         "where its recipe is named."

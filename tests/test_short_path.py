@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from fasttrain.callbacks import CUDAGraphStep
-from fasttrain.callbacks.cuda_graph_step.hooks import CAPTURED_HOOKS
+from fasttrain.callbacks.cuda_graph_step.inspection.hooks import CAPTURED_HOOKS
 
 Told = list[tuple[Any, ...]]
 """One entry for each call of a hook: its name, where the fit was, what it was told."""

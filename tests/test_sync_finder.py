@@ -18,8 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision.models.detection import _utils, retinanet, retinanet_resnet50_fpn
 
-from fasttrain.callbacks.cuda_graph_step.cures import KINDS
-from fasttrain.callbacks.cuda_graph_step.examination import examine
 from fasttrain.callbacks.cuda_graph_step.host_state import (
     changed,
     host_random_state,
@@ -27,9 +25,11 @@ from fasttrain.callbacks.cuda_graph_step.host_state import (
     random_changed,
     tensor_attributes,
 )
-from fasttrain.callbacks.cuda_graph_step.line_trace import lines_that_change
-from fasttrain.callbacks.cuda_graph_step.places import Place, is_machinery, short_path, site_of
-from fasttrain.callbacks.cuda_graph_step.sync_finder import Finding, find_syncs
+from fasttrain.callbacks.cuda_graph_step.sync_finder.cures import KINDS
+from fasttrain.callbacks.cuda_graph_step.sync_finder.examination import examine
+from fasttrain.callbacks.cuda_graph_step.sync_finder.finder import Finding, find_syncs
+from fasttrain.callbacks.cuda_graph_step.sync_finder.line_trace import lines_that_change
+from fasttrain.callbacks.cuda_graph_step.sync_finder.places import Place, is_machinery, short_path, site_of
 from fasttrain.errors import OptimizationError
 from fasttrain.randomness import random_state
 

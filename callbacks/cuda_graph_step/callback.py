@@ -7,9 +7,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import decide
-from fasttrain.callbacks.cuda_graph_step.hooks import reads_gradients
+from fasttrain.callbacks.cuda_graph_step.inspection.hooks import reads_gradients
 from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler, take_over_precision
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer, cycles_momentum
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer, cycles_momentum
 from fasttrain.callbacks.cuda_graph_step.padding import PadToSizes
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder, recorder_for
@@ -163,8 +163,8 @@ class CUDAGraphStep(pl.Callback):
 
 def _somebody_reads_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
     owners: list[tuple[Any, type]] = [(module, pl.LightningModule), *((c, pl.Callback) for c in trainer.callbacks)]  # type: ignore[attr-defined]
-    ends = [owner.on_train_batch_end for owner, base in owners if overrides(owner, "on_train_batch_end", base)]
-    return any(reads_gradients(function, function.__self__) for function in ends)
+    ends = [(owner.on_train_batch_end, owner) for owner, base in owners if overrides(owner, "on_train_batch_end", base)]
+    return any(reads_gradients(function, owner, module) for function, owner in ends)
 
 
 def _window_text(window: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fasttrain.batches import flatten, map_tensors, tensors_in
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.loss_scaler import take_over_precision
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder, Recording, recorder_for
 from fasttrain.callbacks.cuda_graph_step.self_check import compare_replay

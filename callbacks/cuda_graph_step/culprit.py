@@ -25,9 +25,7 @@ def why_capture_failed(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str | None:
     """Return "file:line: source" of the innermost frame outside of the libraries that every step goes through."""
-    frames = [
-        (frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_library(frame)
-    ]
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_library(frame)]
     if not frames:
         return None
     frame, line = frames[-1]

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from fasttrain.callbacks.cuda_graph_step.config import Scope
-from fasttrain.callbacks.cuda_graph_step.frozen_reads import frozen_reads
-from fasttrain.callbacks.cuda_graph_step.hooks import step_hooks
+from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import frozen_reads, host_effects
+from fasttrain.callbacks.cuda_graph_step.inspection.hooks import step_hooks
 
 # Lightning calls these after the backward, so that a step captured without its optimizer calls them every time.
 AROUND_THE_OPTIMIZER = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
@@ -34,8 +34,8 @@ def why_no_step_can_be_captured(module: pl.LightningModule, trusted: Collection[
         )
     if f"{name}.training_step" in trusted:
         return None
-    reads = frozen_reads(module.training_step, module)
-    return reads[0].sentence if reads else None
+    found = frozen_reads(module.training_step, module) or host_effects(module.training_step, module)
+    return found[0].sentence if found else None
 
 
 def decide(trainer: pl.Trainer, module: pl.LightningModule, scope: Scope, trusted: Collection[str]) -> Decision:

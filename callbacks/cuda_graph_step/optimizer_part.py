@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer
 from fasttrain.epoch_loop import Window
 
 MOST_WAITING_STEPS = 50

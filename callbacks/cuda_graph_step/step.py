@@ -15,7 +15,7 @@ from fasttrain.callbacks.cuda_graph_step.averaging import captured_averaging
 from fasttrain.callbacks.cuda_graph_step.carried import CarriedState
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.gradients import Gradients, Held
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer
 from fasttrain.callbacks.cuda_graph_step.optimizer_part import OptimizerPart
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
 from fasttrain.callbacks.cuda_graph_step.recording import Recorder, Recording
@@ -104,7 +104,7 @@ class GraphedStep:
     def run(self, batch_idx: int, arguments: Arguments) -> Outputs:
         """Do one step on a batch that is on the device: the delegate of Lightning's optimization."""
         batch, window = arguments.get("batch"), self.loop.window(batch_idx)
-        if self.is_off or batch is None:
+        if self.is_off or batch is None or self.loop._skip_backward:  # SWA's last epoch runs forward alone
             return self._run_plain(batch_idx, arguments)
         try:
             leaves, signature = flatten(batch)
@@ -125,7 +125,7 @@ class GraphedStep:
         """Return the graph for a batch of this signature, if there is one and what it has built in still holds."""
         if self._mismatch is not None:
             self.turn_off(self._mismatch)
-        if self.is_off:
+        if self.is_off or self.loop._skip_backward:
             return None
         change = self.watch.glance()
         if self._others_had_their_turn:

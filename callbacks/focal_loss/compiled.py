@@ -49,8 +49,9 @@ def _(
 @custom_op(
     "fasttrain::focal_loss_backward",
     mutates_args=("gradients", "expected"),
-    schema="(Tensor[] levels, Tensor targets, Tensor foreground, Tensor factor, Tensor used, float alpha, float gamma, "
-    "str tier, Tensor(a!)[] gradients, Tensor(b!) expected) -> ()",
+    # Tensors come first: inductor (torch 2.14) mixes up a list of them behind a text.
+    schema="(Tensor[] levels, Tensor targets, Tensor foreground, Tensor factor, Tensor used, Tensor(a!)[] gradients, "
+    "Tensor(b!) expected, float alpha, float gamma, str tier) -> ()",
 )
 def focal_loss_backward(
     levels: Sequence[Tensor],
@@ -58,11 +59,11 @@ def focal_loss_backward(
     foreground: Tensor,
     factor: Tensor,
     used: Tensor,
+    gradients: Sequence[Tensor],
+    expected: Tensor,
     alpha: float,
     gamma: float,
     tier: Tier,
-    gradients: Sequence[Tensor],
-    expected: Tensor,
 ) -> None:
     """Let `gradients` hold `factor`, whatever factor `used` they hold, and let `expected` be the factor."""
     compute = tier_for(tier, levels[0]).backward
@@ -85,7 +86,7 @@ def _backward(ctx: Any, factor: Tensor | None, *_: Any) -> tuple[Any, ...]:
     gradients, used, ctx.gradients = ctx.gradients, ctx.used, None
     if not gradients:
         gradients, used = empty_gradients(levels), torch.full_like(used, torch.nan)
-    focal_loss_backward(levels, targets, foreground, factor, used, *ctx.options, gradients, ctx.expected)
+    focal_loss_backward(levels, targets, foreground, factor, used, gradients, ctx.expected, *ctx.options)
     return gradients, *(None,) * 7
 
 

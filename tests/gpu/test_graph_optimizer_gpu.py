@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fasttrain.callbacks import CUDAGraphStep
-from fasttrain.callbacks.cuda_graph_step.optimizer import CapturableOptimizer
+from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer
 from fasttrain.callbacks.optimizers import (
     LAMB,
     LARS,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torchvision.models.detection import retinanet_resnet50_fpn
 
-from fasttrain.callbacks.cuda_graph_step.examination import examine
-from fasttrain.callbacks.cuda_graph_step.places import Place
-from fasttrain.callbacks.cuda_graph_step.sync_finder import find_syncs
+from fasttrain.callbacks.cuda_graph_step.sync_finder.examination import examine
+from fasttrain.callbacks.cuda_graph_step.sync_finder.finder import find_syncs
+from fasttrain.callbacks.cuda_graph_step.sync_finder.places import Place
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fasttrain.batches import tensors_in
-from fasttrain.callbacks.cuda_graph_step.host_tensors import FROM_DATA, TO_HOST, Call, HostTensors
+from fasttrain.callbacks.cuda_graph_step.sync_finder.host_tensors import FROM_DATA, TO_HOST, Call, HostTensors
 
 # A scalar is read by whichever function asked for it; by default it is a plain read.
 READERS = {

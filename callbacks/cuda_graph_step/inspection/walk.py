@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from fasttrain.callbacks.cuda_graph_step.bytecode import walk
-from fasttrain.callbacks.cuda_graph_step.host_rules import (
+from fasttrain.callbacks.cuda_graph_step.inspection.bytecode import walk
+from fasttrain.callbacks.cuda_graph_step.inspection.host_rules import (
     OPTIMIZER_VALUES,
     Ref,
     Role,
@@ -32,8 +32,8 @@ from fasttrain.callbacks.cuda_graph_step.host_rules import (
     step_value,
     store_rule,
 )
-from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Constant, Entries, Items, Reader, Value, bind
-from fasttrain.callbacks.cuda_graph_step.user_code import (
+from fasttrain.callbacks.cuda_graph_step.inspection.reader import UNKNOWN, Constant, Entries, Items, Reader, Value, bind
+from fasttrain.callbacks.cuda_graph_step.inspection.user_code import (
     ABSENT,
     UserCode,
     find_attribute,

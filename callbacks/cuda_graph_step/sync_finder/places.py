@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 
-from fasttrain.callbacks.cuda_graph_step.user_code import is_installed
+from fasttrain.callbacks.cuda_graph_step.inspection.user_code import is_installed
 
 # Generated code, which has no source to show: frozen modules, dataclasses, torch.fx, beartype.
 GENERATED = ("<frozen", "<string>", "<eval_with_key", "<@beartype")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fasttrain.callbacks.cuda_graph_step.device_update import AdamValues, SGDValues, adam_, sgd_
+from fasttrain.callbacks.cuda_graph_step.optimizer.device_update import AdamValues, SGDValues, adam_, sgd_
 
 
 @dataclass(frozen=True)

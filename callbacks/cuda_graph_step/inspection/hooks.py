@@ -11,9 +11,9 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
-from fasttrain.callbacks.cuda_graph_step.frozen_reads import changed_between_steps, inspect_hook
-from fasttrain.callbacks.cuda_graph_step.inspection import Changed, Finding, Inspection
-from fasttrain.callbacks.cuda_graph_step.user_code import plain_function
+from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import changed_between_steps, inspect_hook
+from fasttrain.callbacks.cuda_graph_step.inspection.user_code import plain_function
+from fasttrain.callbacks.cuda_graph_step.inspection.walk import Changed, Finding, Inspection
 
 CAPTURED_HOOKS: Final = (
     "training_step",

@@ -24,8 +24,8 @@ from fasttrain.callbacks.cuda_graph_step.host_state import (
     random_changed,
     tensor_attributes,
 )
-from fasttrain.callbacks.cuda_graph_step.line_trace import lines_that_change
-from fasttrain.callbacks.cuda_graph_step.sync_finder import Finding, SyncFinder, finding
+from fasttrain.callbacks.cuda_graph_step.sync_finder.finder import Finding, SyncFinder, finding
+from fasttrain.callbacks.cuda_graph_step.sync_finder.line_trace import lines_that_change
 from fasttrain.errors import FasttrainError, OptimizationError
 from fasttrain.measure import AUTOCAST
 from fasttrain.quiet import quiet_libraries

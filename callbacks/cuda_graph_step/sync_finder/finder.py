@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fasttrain.callbacks.cuda_graph_step.cures import KINDS
-from fasttrain.callbacks.cuda_graph_step.host_tensors import Call, HostTensors
-from fasttrain.callbacks.cuda_graph_step.places import Place, Site, current_site
-from fasttrain.callbacks.cuda_graph_step.sync_rules import (
+from fasttrain.callbacks.cuda_graph_step.sync_finder.cures import KINDS
+from fasttrain.callbacks.cuda_graph_step.sync_finder.host_tensors import Call, HostTensors
+from fasttrain.callbacks.cuda_graph_step.sync_finder.places import Place, Site, current_site
+from fasttrain.callbacks.cuda_graph_step.sync_finder.rules import (
     hidden_kind,
     kind_of_draw,
     kind_of_function,

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fasttrain.callbacks.cuda_graph_step.device_numbers import DeviceNumbers
-from fasttrain.callbacks.cuda_graph_step.dry_step import dry_step_problem
-from fasttrain.callbacks.cuda_graph_step.group_update import UPDATES
-from fasttrain.callbacks.cuda_graph_step.optimizer_recipes import FLAGS, known_class, problem_of_tensors, recipe_for
+from fasttrain.callbacks.cuda_graph_step.optimizer.device_numbers import DeviceNumbers
+from fasttrain.callbacks.cuda_graph_step.optimizer.dry_step import dry_step_problem
+from fasttrain.callbacks.cuda_graph_step.optimizer.group_update import UPDATES
+from fasttrain.callbacks.cuda_graph_step.optimizer.recipes import FLAGS, known_class, problem_of_tensors, recipe_for
 from fasttrain.errors import OptimizationError
 
 WRITTEN_BY_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")

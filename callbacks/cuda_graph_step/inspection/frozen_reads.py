@@ -14,10 +14,16 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 
-from fasttrain.callbacks.cuda_graph_step.host_rules import Ref, Role
-from fasttrain.callbacks.cuda_graph_step.inspection import Changed, Inspection, value_of
-from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Value
-from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT, UserCode, find_attribute, plain_function, target_of
+from fasttrain.callbacks.cuda_graph_step.inspection.host_rules import Ref, Role
+from fasttrain.callbacks.cuda_graph_step.inspection.reader import UNKNOWN, Value
+from fasttrain.callbacks.cuda_graph_step.inspection.user_code import (
+    ABSENT,
+    UserCode,
+    find_attribute,
+    plain_function,
+    target_of,
+)
+from fasttrain.callbacks.cuda_graph_step.inspection.walk import Changed, Inspection, value_of
 
 STEP_ARGUMENTS: Final = {
     "on_train_batch_end": (None, None, "batch_idx"),

@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 from fasttrain.callbacks.cuda_graph_step.host_state import same
-from fasttrain.callbacks.cuda_graph_step.places import Site, is_machinery, site_of_frame
+from fasttrain.callbacks.cuda_graph_step.sync_finder.places import Site, is_machinery, site_of_frame
 
 Read = Callable[[], Any]
 

@@ -12,7 +12,7 @@ from functools import cache
 from types import CodeType
 from typing import Final
 
-from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN, Constant, Entries, Items, Reader, Value
+from fasttrain.callbacks.cuda_graph_step.inspection.reader import UNKNOWN, Constant, Entries, Items, Reader, Value
 
 _NULL: Final[Value] = object()
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)

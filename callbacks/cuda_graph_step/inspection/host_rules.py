@@ -19,8 +19,8 @@ import numpy as np
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
-from fasttrain.callbacks.cuda_graph_step.reader import UNKNOWN
-from fasttrain.callbacks.cuda_graph_step.user_code import ABSENT
+from fasttrain.callbacks.cuda_graph_step.inspection.reader import UNKNOWN
+from fasttrain.callbacks.cuda_graph_step.inspection.user_code import ABSENT
 
 
 class Role(Enum):
