@@ -1,16 +1,18 @@
 """Batches of any structure: walking through their tensors, changing them, and telling what shape they have.
 
-Mappings, sequences, named tuples and dataclasses are looked into, at any depth; everything else is a leaf.
+Mappings, sequences, named tuples and dataclasses are looked into, at any depth; everything else is a leaf. Of a
+dataclass all attributes count, also those that are no fields: what it computed of its fields belongs to the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 """Leaves that are values: they can be compared, and a captured step may have them built in."""
@@ -50,23 +52,35 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, (list, tuple)) and not isinstance(batch, torch.Size):
         return type(batch)(map_tensors(value, change) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        return replace(batch, **{f.name: map_tensors(getattr(batch, f.name), change) for f in fields(batch) if f.init})
+        other = copy(batch)
+        for name, value in _attributes(batch).items():
+            object.__setattr__(other, name, map_tensors(value, change))  # a frozen one has no other way
+        return other
     return batch
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch, in the order in which `map_tensors` changes them."""
+    for _, tensor in named_tensors(batch):
+        yield tensor
+
+
+def named_tensors(batch: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield place and tensor (`0`, `input_ids`, `1.labels`) in the order in which `map_tensors` changes them."""
     if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
+        yield place, batch
+        return
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.items()
+    elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        parts = zip(batch._fields, batch, strict=True)
     elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
+        parts = enumerate(batch)
     elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from tensors_in(getattr(batch, field.name))
+        parts = _attributes(batch).items()
+    for name, part in parts:
+        yield from named_tensors(part, f"{place}.{name}" if place else str(name))
 
 
 def flatten(batch: Any) -> tuple[list[Tensor], Signature]:
@@ -89,9 +103,14 @@ def _structure(value: Any, leaves: list[Tensor], path: str) -> Any:
         return kind, value  # with its type, since 1 == True == 1.0
     if isinstance(value, Mapping):
         return kind, tuple((key, _structure(item, leaves, f"{path}[{key!r}]")) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):  # whose lengths steer the host
         return kind, tuple(_structure(item, leaves, f"{path}[{index}]") for index, item in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
-        parts = ((f.name, getattr(value, f.name)) for f in fields(value))
+        parts = _attributes(value).items()
         return kind, tuple((name, _structure(item, leaves, f"{path}.{name}")) for name, item in parts)
     raise OpaqueLeaf(f"{path} is a {kind.__module__}.{kind.__qualname__}")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields and its other attributes."""
+    return {f.name: getattr(value, f.name) for f in fields(value)} | getattr(value, "__dict__", {})

@@ -44,7 +44,7 @@ def test_readmes_yaml_block_has_keys_that_exist() -> None:
     values = OmegaConf.create(text)
     merged = OmegaConf.merge(OmegaConf.structured(RunConfig), values)
     wanted, off = requested(merged.optimizations, CATALOGUE)
-    assert [o.name for o in wanted] == ["channels_last", "precision"]
+    assert [o.name for o in wanted] == ["channels_last", "precision", "cuda_graph_step"]
     assert off == []
 
 

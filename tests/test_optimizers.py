@@ -22,6 +22,7 @@ from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableO
 from fasttrain.callbacks.cuda_graph_step.optimizer.dry_step import LEARNING_RATE, HostReads
 from fasttrain.callbacks.optimizers import LAMB, LARS, parameter_groups
 from fasttrain.callbacks.optimizers.reference import TOLERANCE, clip_divisor, lamb, lars
+from fasttrain.callbacks.optimizers.tensor_lists import buckets, each
 
 DEVICE = torch.device("cpu")
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 4), (4,), (), (1, 1), (0, 3), (2, 3, 2, 2))
@@ -182,6 +183,16 @@ def test_any_shapes_in_any_buckets(
     assert_close(params, reference.params, TOLERANCE[torch.float64])
 
 
+def test_buckets_hold_one_dtype_and_so_many_elements() -> None:
+    params = as_parameters(values(), torch.float32) + as_parameters(values(FEW), torch.float16)
+    params.append(nn.Parameter(torch.zeros(3)))  # without a gradient it is left out
+    for param in params[:-1]:
+        param.grad = torch.zeros_like(param)
+    sizes = [[param.numel() for param in bucket] for bucket in buckets(params, 24)]
+    assert sizes == [[20, 4], [1, 1, 0], [24], [6, 2, 1]]
+    assert [len(bucket) for bucket in buckets(params)] == [6, 3]
+
+
 def test_groups_have_their_own_numbers_and_share_the_clip() -> None:
     options = [{}] * 2 + [{"weight_decay": 0.0}] + [{"weight_decay": 0.0, "use_nvlamb": True, "betas": (0.5, 0.6)}] * 3
     reference = Reference(values(), options, 1.0)
@@ -260,6 +271,19 @@ def test_steps_run_where_there_is_nothing_to_read(make: Any, master: bool) -> No
             param.grad = torch.ones_like(param)
         optimizer.step()
     assert all(value.device.type == "meta" for state in optimizer.state.values() for value in state.values())
+
+
+def test_steps_counted_on_the_host_are_numbers_to_a_device() -> None:
+    param = nn.Parameter(torch.ones(3, 2, device="meta"))
+    param.grad = torch.ones_like(param)
+    optimizer = LAMB([param])
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.state[param]["step"].device == DEVICE
+    assert optimizer.state[param]["step"] == 2
+    vector = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    assert each(vector, torch.device("meta"), torch.float32) == [0.5, 2.0]
+    assert [type(scalar) for scalar in each(vector, DEVICE, torch.float32)] == [Tensor, Tensor]
 
 
 @pytest.mark.parametrize("make", MAKERS)

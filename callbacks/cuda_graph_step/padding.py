@@ -1,11 +1,12 @@
 """Inputs padded to a few sizes, so that as many graphs serve every length."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fasttrain.batches import map_tensors, named_tensors
 from fasttrain.callbacks.cuda_graph_step.config import PadConfig
 from fasttrain.errors import ConfigError, OptimizationError, nearest
 
@@ -34,31 +35,28 @@ class PadToSizes:
         """Return the batch with the named tensors padded.
 
         Raises:
-            OptimizationError: a name is not in the batch.
+            OptimizationError: a name is not in the batch, or its tensor lacks the dimension.
         """
         if not self.is_on():
             return batch
-        left = dict(self.values)
-        places: list[str] = []
-        padded = self._walk(batch, "", left, places)
-        if left:
-            name = next(iter(left))
-            raise OptimizationError(
-                f"cuda_graph_step.pad.values names '{name}', which is not in the batch; {nearest(name, places)}"
-            )
-        return padded
+        places = [place for place, _ in named_tensors(batch)]
+        for name in self.values:
+            if name not in places:
+                raise OptimizationError(
+                    f"cuda_graph_step.pad.values names '{name}', which is not in the batch; {nearest(name, places)}"
+                )
+        left = iter(places)
+        return map_tensors(batch, lambda tensor: self._pad_at(next(left), tensor))
 
-    def _walk(self, value: Any, place: str, left: dict[str, float], places: list[str]) -> Any:
-        if isinstance(value, Tensor):
-            places.append(place)
-            return self._pad(value, left.pop(place)) if place in left else value
-        if isinstance(value, Mapping):
-            made = {key: self._walk(item, _join(place, key), left, places) for key, item in value.items()}
-            return made if type(value) is dict else type(value)(made)  # type: ignore[call-arg]
-        if isinstance(value, (list, tuple)):
-            items = [self._walk(item, _join(place, index), left, places) for index, item in enumerate(value)]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return value
+    def _pad_at(self, place: str, tensor: Tensor) -> Tensor:
+        if place not in self.values:
+            return tensor
+        if not -tensor.dim() <= self.dimension < tensor.dim():
+            raise OptimizationError(
+                f"cuda_graph_step.pad.dimension is {self.dimension}, and '{place}' has the shape "
+                f"{list(tensor.shape)}; leave it out of pad.values, or name a dimension that all of them have."
+            )
+        return self._pad(tensor, self.values[place])
 
     def _pad(self, tensor: Tensor, filling: float) -> Tensor:
         dimension = self.dimension % tensor.dim()
@@ -66,7 +64,3 @@ class PadToSizes:
         size = next((size for size in self.sizes if size >= length), length)
         after = [0, 0] * (tensor.dim() - 1 - dimension)
         return pad(tensor, [*after, 0, size - length], value=filling) if size > length else tensor
-
-
-def _join(place: str, key: object) -> str:
-    return f"{place}.{key}" if place else str(key)

@@ -5,6 +5,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from fasttrain.errors import ConfigError
+
 
 class Releasable(Protocol):
     """What the pool holds."""
@@ -34,9 +36,17 @@ class GraphPool(Generic[G]):
         warm_up: eager steps before the first capture, of whatever signature: libraries choose kernels, the optimizer
             makes its state.
         eager_first: eager steps of every further signature before it is worth a graph.
+
+    Raises:
+        ConfigError: no room for a single graph.
     """
 
     def __init__(self, capacity: int = 16, warm_up: int = 3, eager_first: int = 1) -> None:
+        if capacity < 1:
+            raise ConfigError(
+                f"optimizations.cuda_graph_step.max_graphs is {capacity}, and a step needs at least one graph; leave "
+                "cuda_graph_step out to run every step eagerly."
+            )
         self.capacity, self.warm_up, self.eager_first = capacity, warm_up, eager_first
         self.tallies: dict[Hashable, Tally] = {}
         self.warm_steps = 0

@@ -40,8 +40,8 @@ class Recorder(Protocol):
     def record(self, function: Function) -> Recording:
         """Return the recording of a function, without its having changed anything on the device."""
 
-    def allocated_bytes(self) -> int:
-        """Return the device memory in use."""
+    def trim(self) -> None:
+        """Give memory that no tensor uses back to the device."""
 
     def random_state(self) -> Tensor | None:
         """Return the state of the device's random numbers."""
@@ -122,9 +122,9 @@ class CudaRecorder:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
                 pass
 
-    def allocated_bytes(self) -> int:
-        """Return the bytes of live tensors on the device, static ones included."""
-        return torch.cuda.memory_allocated(self.device)
+    def trim(self) -> None:
+        """Return what eager steps and checks have left in the allocator's cache; graphs keep theirs."""
+        torch.cuda.empty_cache()
 
     def random_state(self) -> Tensor:
         """Return the generator's seed and offset."""
@@ -168,9 +168,8 @@ class EagerRecorder:
         """Keep the function."""
         return Reexecution(function)
 
-    def allocated_bytes(self) -> int:
-        """Nothing is counted on a CPU."""
-        return 0
+    def trim(self) -> None:
+        """There is no cache."""
 
     def random_state(self) -> Tensor:
         """Return the state of the CPU's generator."""

@@ -50,17 +50,21 @@ class Snapshot:
 def beyond_noise(replayed: Mapping[str, Difference], noise: Mapping[str, Difference]) -> Difference | None:
     """Return the worst difference of a replay that the differences of two eager steps do not explain, if there is one.
 
-    Where two eager steps agree bit for bit in everything, the replay must agree in everything.
+    Where two eager steps agree bit for bit in everything, the replay must agree in everything. Noise without a measure,
+    such as NaN that comes and goes, explains its own tensor only.
     """
-    allowed = TIMES_THE_NOISE * max((each.relative for each in noise.values()), default=0.0)
-    return next((each for each in replayed.values() if each.relative > allowed), None)
+    measured = (each.relative for each in noise.values() if each.relative < float("inf"))
+    allowed = TIMES_THE_NOISE * max(measured, default=0.0)
+    beyond = (each for each in replayed.values() if each.relative > allowed)
+    return next((each for each in beyond if each.name not in noise or noise[each.name].relative < each.relative), None)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a check found."""
 
-    unexplained: Difference | None = None
+    unexplained: Difference | str | None = None
+    """The worst, or a sentence where another process found one."""
     worst_noise: float = 0.0
     """Largest relative difference between two eager steps; looked for where the replay was not equal bit for bit."""
     was_made: bool = True
@@ -68,7 +72,10 @@ class Verdict:
 
 
 def compare_replay(
-    tensors: Callable[[], Mapping[str, Tensor]], eager: Callable[[], None], replay: Callable[[], None]
+    tensors: Callable[[], Mapping[str, Tensor]],
+    eager: Callable[[], None],
+    replay: Callable[[], None],
+    anyone: Callable[[bool], bool] = bool,
 ) -> Verdict:
     """Run `eager` and `replay` from the state in which `tensors` are now, and compare.
 
@@ -78,41 +85,64 @@ def compare_replay(
         tensors: named state: everything that the step changes, its outputs included.
         eager: does the step; must restore the state of random numbers itself, as must `replay`.
         replay: does the captured step.
+        anyone: with several processes, whether it is true on any of them. Steps call collectives, so that all
+            processes must run the same number of them, and all keep the same state.
     """
-    before: Snapshot | None = None
-    try:
-        before = Snapshot(tensors())
-        eager()
-        after_eager = Snapshot(tensors())
-    except torch.OutOfMemoryError:
-        if before is not None:
-            before.restore(tensors())
+    before = _snapshot(tensors)
+    if anyone(before is None):
         replay()
         return Verdict(was_made=False)
+    assert before is not None
+    after_eager = _run(eager, tensors)
     before.restore(tensors())
     replay()
+    if anyone(after_eager is None):
+        return Verdict(was_made=False)
+    assert after_eager is not None
     differing = after_eager.differences(tensors())
-    if not differing:
+    if not anyone(bool(differing)):
         return Verdict()
-    after_replay = Snapshot(tensors())
+    after_replay = _snapshot(tensors)
+    if anyone(after_replay is None):
+        return Verdict(was_made=False)
+    assert after_replay is not None
     before.restore(tensors())
     eager()
     noise = after_eager.differences(tensors())
-    unexplained = beyond_noise(differing, noise)
-    if unexplained is None:
+    unexplained: Difference | str | None = beyond_noise(differing, noise)
+    if not anyone(unexplained is not None):
         after_replay.restore(tensors())
+    elif unexplained is None:
+        unexplained = "another process found a difference"
     return Verdict(unexplained, max((each.relative for each in noise.values()), default=0.0))
 
 
+def _snapshot(tensors: Callable[[], Mapping[str, Tensor]]) -> Snapshot | None:
+    """Return None where there is no memory for it."""
+    try:
+        return Snapshot(tensors())
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _run(eager: Callable[[], None], tensors: Callable[[], Mapping[str, Tensor]]) -> Snapshot | None:
+    try:
+        eager()
+        return Snapshot(tensors())
+    except torch.OutOfMemoryError:
+        return None
+
+
 def _same_bits_or_nan(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
+    if not (one.is_floating_point() or one.is_complex()):
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _difference(name: str, now: Tensor, expected: Tensor) -> Difference:
-    difference = (now.double() - expected.double()).abs()
+    wide = torch.complex128 if now.is_complex() else torch.float64
+    difference = (now.to(wide) - expected.to(wide)).abs()
     difference = torch.where(difference.isnan(), torch.inf, difference)
-    norm = float(expected.double().norm())
+    norm = float(expected.to(wide).norm())
     size = float(difference.norm())
     return Difference(name, float(difference.max()), size / norm if norm > 0 and norm == norm else float("inf"))

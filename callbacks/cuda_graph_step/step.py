@@ -317,6 +317,8 @@ class GraphedStep:
         if not verdict.was_made:
             graph.checks_left = 0
             self.on_note("there is no memory to compare a replay with the eager step, so it is trusted unchecked")
+        if not graph.checks_left:
+            self.recorder.trim()
         if verdict.unexplained is not None:
             # The eager step's result stands; what the graph hands out is still read once, so it goes at the next step.
             self._mismatch = f"a replay is not what the eager step computes: {verdict.unexplained}"

@@ -39,9 +39,9 @@ def reference(levels: Sequence[Tensor], targets: Int[Tensor, "B A"], alpha: floa
         gamma: focusing exponent.
     """
     logits = torch.cat(list(levels), dim=1)
-    one_hot = F.one_hot(targets.clamp(min=0), logits.shape[2]).to(logits.dtype) * (targets >= 0).unsqueeze(2)
+    one_hot = F.one_hot(targets.long().clamp(min=0), logits.shape[2]).to(logits.dtype) * (targets >= 0).unsqueeze(2)
     p_t = torch.where(one_hot > 0, logits, -logits).sigmoid()
-    alpha_t = torch.where(one_hot > 0, alpha, 1 - alpha).to(logits.dtype)
+    alpha_t = alpha * one_hot + (1 - alpha) * (1 - one_hot)
     cross_entropy = F.binary_cross_entropy_with_logits(logits, one_hot, reduction="none")
     loss = alpha_t * (1 - p_t) ** gamma * cross_entropy
     of_anchor = torch.where(targets >= -1, loss.sum(dim=2), 0)

@@ -76,7 +76,7 @@ class LayerwiseOptimizer(Optimizer):
         for key, param in zip(keys, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor) and name in self.state[param] and name != "step":
-                    self.state[param][name] = value.to(param.device)
+                    self.state[param][name] = value.to(param.device, computing_dtype(param.dtype))
 
 
 def zeros_for(param: Tensor) -> Tensor:

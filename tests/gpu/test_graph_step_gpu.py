@@ -82,6 +82,15 @@ def test_200_replayed_steps_equal_eager_ones(
         assert trainer.precision_plugin.state_dict()["scale"] < 2.0**16  # steps were skipped
 
 
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_bf16_true(make: Any) -> None:
+    ours, eager = same_start(lambda: Small(make, step_lr))
+    data, graph = batches(60, rows=(16,)), CUDAGraphStep(on_failure="error")
+    trainer = fit(ours, data, graph, **GPU, precision="bf16-true")
+    assert_same_state(trainer, fit(eager, data, CUDAGraphStep(warm_up=NEVER), **GPU, precision="bf16-true"))
+    assert graph.pool.hits == 56
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_it_trains_as_plain_lightning_does(make: Any, precision: Any) -> None:

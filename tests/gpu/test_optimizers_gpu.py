@@ -201,6 +201,29 @@ def test_the_plan_measures_and_chooses_here(make: Any) -> None:
     assert next(module.parameters()).device.type == "cpu", "the module itself stays where it is"
 
 
+class Seen(pl.Callback):
+    """Keeps the optimizer's saved state, and where its own is while training."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        self.saved = optimizer.state_dict()["state"]
+        self.inside = {state["step"].device.type for state in optimizer.state.values() if "step" in state}
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_checkpoints_are_those_of_the_plain_optimizer(implementation: Any) -> None:
+    ours, plain, seen, plain_seen = *same_start(lambda: Small(lambda p: AdamW(p, lr=0.01))), Seen(), Seen()
+    fit(ours, batches(4, rows=(16,)), callbacks=[FusedOptimizers(implementation), seen], **GPU)
+    fit(plain, batches(4, rows=(16,)), callbacks=[plain_seen], **GPU)
+    assert seen.inside == ({"cuda"} if implementation == "fused" else {"cpu"})
+    places = [
+        {key: (value.device, value.dtype) for key, value in state.items()}
+        for saved in (seen.saved, plain_seen.saved)
+        for state in saved.values()
+    ]
+    assert places[: len(places) // 2] == places[len(places) // 2 :]
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("cls", [AdamW, SGD])
