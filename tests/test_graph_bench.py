@@ -62,6 +62,7 @@ def test_replays_are_told_from_eager_steps() -> None:
     assert timer.capture_s is not None
     assert timer.capture_s > 0
     assert timer.why_not_credited is None
+    assert timer.noise == 0.0, "on a CPU a replay is the eager step again"
 
     class AsksForTheStep(Classifier):
         def loss(self, batch: Any) -> Tensor:
@@ -147,7 +148,7 @@ def rows_of(network: str) -> list[Any]:
 
 
 def test_rows_of_a_captured_network(measured: StepTimer) -> None:
-    measured.replays, measured.capture_s = 20, 0.75
+    measured.replays, measured.capture_s, measured.noise = 20, 0.75, 0.00123
     rows = rows_of("torchvision_resnet50")
     assert {row.case for row in rows} == {"torchvision_resnet50_b4_bf16"}
     assert [(row.variant, row.metric, row.value, row.unit) for row in rows] == [
@@ -160,6 +161,7 @@ def test_rows_of_a_captured_network(measured: StepTimer) -> None:
     version = importlib.metadata.version("torchvision")
     assert all(row.note.startswith(f"ResNet-50, 32², SGD with momentum; torchvision {version}; ") for row in rows)
     assert "left outside" in rows[2].note, "what was not captured stands beside the time"
+    assert rows[2].note.endswith("; noise in the self-check 0.0012")
 
 
 @pytest.mark.parametrize(("replays", "capture_s"), [(0, None), (19, 0.75)])

@@ -1,183 +1,31 @@
-"""The parts of the graph step, each by itself, and a replay that is not what the eager step computes."""
+"""The parts of the graph step, each by itself: static inputs, padding, the pool, gradients, averaging, watching."""
 
-import copy
-import sys
-from collections import OrderedDict, UserDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from batch_structures import Encoding, Masked, Point, Sample, some
 from graph_fits import Batches, Small, assert_same_state, batches, fit, same_start
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_avg_fn
-from torchmetrics import MeanMetric
-from torchmetrics.classification import BinaryAUROC
 
-from fasttrain.batches import OpaqueLeaf, flatten, map_tensors, named_tensors, tensors_in
+from fasttrain.batches import named_tensors, tensors_in
 from fasttrain.callbacks import CUDAGraphStep
 from fasttrain.callbacks.cuda_graph_step import PadConfig
 from fasttrain.callbacks.cuda_graph_step.averaging import CapturedAveraging
-from fasttrain.callbacks.cuda_graph_step.carried import CarriedState, hanging_tensors
 from fasttrain.callbacks.cuda_graph_step.culprit import place_of, why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.gradients import Gradients
 from fasttrain.callbacks.cuda_graph_step.padding import PadToSizes
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
-from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder, Reexecution
-from fasttrain.callbacks.cuda_graph_step.self_check import Difference, Snapshot, beyond_noise, compare_replay
+from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder
 from fasttrain.callbacks.cuda_graph_step.static_inputs import StaticInputs
 from fasttrain.callbacks.cuda_graph_step.watch import HostWatch, Watch
 from fasttrain.errors import ConfigError, OptimizationError
 
 CPU = torch.device("cpu")
-
-# Batches of any structure
-
-
-class Point(NamedTuple):
-    x: Tensor
-    name: str
-
-
-@dataclass
-class Sample:
-    image: Tensor
-    boxes: list[Tensor]
-    size: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    image: Tensor
-    label: int
-
-
-@dataclass
-class Masked:
-    """Computes more than its fields, as collators do."""
-
-    ids: Tensor
-    mask: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mask = self.ids > 0
-        self.length = self.ids.sum(1)
-
-
-class Encoding(UserDict):  # type: ignore[type-arg]
-    """What transformers' tokenizers return is made like this: data, and more that a copy keeps."""
-
-    def __init__(self, data: dict[str, Any], encodings: Any) -> None:
-        super().__init__(data)
-        self.encodings = encodings
-
-
-class Output(OrderedDict):  # type: ignore[type-arg]
-    """A dict whose constructor takes something else, like transformers' ModelOutput."""
-
-    def __init__(self, loss: Tensor) -> None:
-        super().__init__()
-        self["loss"] = loss
-
-
-class Split(Enum):
-    TRAIN = 1
-
-
-def some(*shape: int) -> Tensor:
-    return torch.rand(*shape)
-
-
-STRUCTURES: dict[str, Callable[[], Any]] = {
-    "tensor": lambda: some(2),
-    "nested": lambda: [some(2), (some(3), {"a": [some(1)], "b": None}), 2.5, "text", Split.TRAIN],
-    "named tuple": lambda: Point(some(2), "p"),
-    "dataclass": lambda: Sample(some(2), [some(1), some(4)]),
-    "frozen": lambda: Frozen(some(2), 3),
-    "computed": lambda: Masked(torch.ones(2, 3, dtype=torch.int64)),
-    "encoding": lambda: Encoding({"input_ids": some(2), "labels": some(3)}, "kept"),
-    "output": lambda: Output(some(2)),
-    "ordered": lambda: OrderedDict(b=some(1), a=some(2)),
-    "default": lambda: defaultdict(list, {"a": some(1)}),
-    "proxy": lambda: MappingProxyType({"a": some(1)}),
-    "torch's": lambda: [torch.Size([1, 2]), torch.float32, CPU, some(1)],
-}
-
-
-@pytest.mark.parametrize("make", STRUCTURES.values(), ids=STRUCTURES)
-def test_structures_are_looked_into_and_kept(make: Callable[[], Any]) -> None:
-    batch = make()
-    tensors = list(tensors_in(batch))
-    leaves, signature = flatten(batch)
-    assert len(tensors) == len(leaves) >= 1
-    assert all(one is other for one, other in zip(tensors, leaves, strict=True))
-    changed = map_tensors(batch, lambda tensor: tensor + 1)
-    assert type(changed) is type(batch)
-    for tensor, new in zip(tensors, tensors_in(changed), strict=True):
-        assert torch.equal(new, tensor + 1)
-    assert all(one is other for one, other in zip(tensors_in(batch), tensors, strict=True)), "the batch is as it was"
-    assert flatten(map_tensors(batch, torch.clone))[1] == signature
-    assert hash(signature) == hash(flatten(make())[1])
-    assert flatten(make())[1] == signature
-    assert len({place for place, _ in named_tensors(batch)}) == len(tensors)
-
-
-def test_a_copy_keeps_what_else_a_batch_holds() -> None:
-    encoding = STRUCTURES["encoding"]()
-    other = map_tensors(encoding, torch.clone)
-    assert other.encodings == "kept"
-    assert other.data is not encoding.data
-    assert list(STRUCTURES["nested"]()[1][1]) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ([some(2)], (some(2),)),
-        ({"a": some(2)}, {"b": some(2)}),
-        ({"a": some(2), "b": some(2)}, {"b": some(2), "a": some(2)}),
-        ([some(2)], [some(2).double()]),
-        ([some(2, 1)], [some(1, 2)]),
-        ([some(2), 1], [some(2), True]),
-        ([some(2), 1], [some(2), 1.0]),
-        ([some(2), None], [some(2)]),
-        (Sample(some(1), [], 3), Sample(some(1), [], 4)),
-        (Point(some(1), "a"), Point(some(1), "b")),
-        (Point(some(1), "a"), (some(1), "a")),
-    ],
-)
-def test_signatures_differ(one: Any, other: Any) -> None:
-    assert flatten(one)[1] != flatten(other)[1]
-
-
-def test_a_signature_reads_as_shapes() -> None:
-    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64), "rest": [some(4), 1]}
-    assert str(flatten(batch)[1]) == "int64[2, 3] float32[4]"
-    assert [place for place, _ in named_tensors(batch)] == ["ids", "rest.0"]
-    assert [place for place, _ in named_tensors([Point(some(1), ""), Sample(some(1), [some(1)])])] == [
-        "0.x", "1.image", "1.boxes.0",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("batch", "sentence"),
-    [
-        ([1, {"a": object()}], "batch[1]['a'] is a builtins.object"),
-        (Sample(some(1), [object()]), "batch.boxes[0] is a builtins.object"),  # type: ignore[list-item]
-        ([nn.utils.rnn.pack_sequence([some(2), some(1)])], "batch[0] is a torch.nn.utils.rnn.PackedSequence"),
-    ],
-)
-def test_opaque_leaves_are_named(batch: Any, sentence: str) -> None:
-    with pytest.raises(OpaqueLeaf) as caught:
-        flatten(batch)
-    assert str(caught.value) == sentence
-
-
-# Static inputs
 
 
 def test_static_inputs_keep_layout_and_address() -> None:
@@ -213,7 +61,24 @@ def test_static_inputs_hold_what_a_dataclass_computed() -> None:
     assert static.batch.length.tolist() == [0, 5]
 
 
-# Padding
+class AsksForGradients(Small):
+    """Differentiates by its inputs, as physics-informed networks do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x.requires_grad_(True)
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def test_a_step_may_ask_for_gradients_of_its_inputs() -> None:
+    trainers = []
+    graph = CUDAGraphStep(stand_in=True)
+    for module, step in zip(same_start(AsksForGradients), (graph, None), strict=True):
+        trainers.append(fit(module, Batches([(x.clone(), y) for x, y in batches(12).made]), step))
+    assert graph.pool.hits >= 10, graph.notes
+    assert_same_state(*trainers)
 
 
 def pad(batch: Any, values: Mapping[str, float], sizes: tuple[int, ...] = (4, 8), dimension: int = 1) -> Any:
@@ -255,7 +120,9 @@ def test_padding_finds_its_place_in_any_structure(batch: Any, name: str) -> None
     assert padded[:, 3].eq(7).all()
 
 
-@pytest.mark.parametrize(("dimension", "shape"), [(0, (4, 3, 5)), (1, (2, 4, 5)), (2, (2, 3, 8)), (-1, (2, 3, 8)), (-3, (4, 3, 5))])
+@pytest.mark.parametrize(
+    ("dimension", "shape"), [(0, (4, 3, 5)), (1, (2, 4, 5)), (2, (2, 3, 8)), (-1, (2, 3, 8)), (-3, (4, 3, 5))]
+)
 def test_padding_a_dimension(dimension: int, shape: tuple[int, ...]) -> None:
     batch = some(2, 3, 5)
     made = pad([batch], {"0": 0}, dimension=dimension)[0]
@@ -303,9 +170,6 @@ def test_padding_without_sizes_or_inputs(sizes: tuple[int, ...], values: dict[st
         "optimizations.cuda_graph_step.pad needs `sizes`, like [128, 256, 512], and `values`, like "
         f"{{input_ids: 0, labels: -100}}; it has sizes {list(sizes)} and values {values}."
     )
-
-
-# The pool
 
 
 class Thing:
@@ -380,143 +244,231 @@ def test_a_pool_without_room() -> None:
     )
 
 
-# The check of a replay
+def with_gradients() -> tuple[list[nn.Parameter], torch.optim.Optimizer, Gradients]:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.full((2,), 3.0)
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    return parameters, optimizer, Gradients(optimizer)
 
 
-class State:
-    """A step on two tensors, done rightly or wrongly."""
-
-    def __init__(self) -> None:
-        self.tensors = {"weight": torch.ones(3), "count": torch.zeros((), dtype=torch.int64)}
-        self.ran: list[str] = []
-        self.noise = iter([0.0] * 10)
-
-    def step(self, name: str, change: float = 0.0) -> Callable[[], None]:
-        def run() -> None:
-            self.ran.append(name)
-            self.tensors["weight"].mul_(2 + change + next(self.noise))
-            self.tensors["count"].add_(1)
-
-        return run
-
-    def compare(self, change: float = 0.0, **options: Any) -> Any:
-        return compare_replay(lambda: self.tensors, self.step("eager"), self.step("replay", change), **options)
-
-
-def test_a_right_replay_is_run_once_after_one_eager_step() -> None:
-    state = State()
-    verdict = state.compare()
-    assert (verdict.unexplained, verdict.worst_noise, verdict.was_made) == (None, 0.0, True)
-    assert state.ran == ["eager", "replay"]
-    assert state.tensors["weight"].tolist() == [2.0] * 3
-    assert state.tensors["count"] == 1
+def test_gradients_get_buffers_with_their_values() -> None:
+    (one, other, without), _, gradients = with_gradients()
+    gradients.make_static()
+    assert [parameter for parameter, _ in gradients.static] == [one, other]
+    assert without.grad is None, "an optimizer would move a parameter whose gradient is zero"
+    buffer = one.grad
+    one.grad = other.grad = None
+    gradients.bind()
+    assert one.grad is buffer
+    one.grad, other.grad = torch.full((2,), 5.0), torch.full((2,), 6.0)
+    gradients.bind()
+    assert one.grad is buffer
+    assert [one.grad.tolist(), other.grad.tolist()] == [[5.0, 5.0], [6.0, 6.0]]
+    without.grad = torch.ones(2)
+    gradients.make_static()
+    assert len(gradients.static) == 3
+    assert one.grad is buffer
+    gradients.forget()
+    assert gradients.static == []
+    assert one.grad is buffer
 
 
-def test_a_wrong_replay_is_found_and_the_eager_result_stays() -> None:
-    state = State()
-    verdict = state.compare(change=0.5)
-    assert str(verdict.unexplained) == "weight differs by up to 0.5 (relative 0.25)"
-    assert state.ran == ["eager", "replay", "eager"]
-    assert state.tensors["weight"].tolist() == [2.0] * 3
-    assert state.tensors["count"] == 1
+def test_zeroing_in_place_is_for_the_time_of_a_step() -> None:
+    (one, *_), optimizer, gradients = with_gradients()
+    before = one.grad
+    with gradients.zeroed_in_place():
+        optimizer.zero_grad()
+        assert one.grad is before
+        assert before is not None
+        assert before.tolist() == [0, 0]
+    assert "zero_grad" not in vars(optimizer)
+    optimizer.zero_grad()
+    assert one.grad is None
+    gradients.point_at([(one, torch.ones(2))])
+    assert [(p is one, g.tolist()) for p, g in gradients.held()] == [(True, [1, 1])]
+    gradients.drop()
+    assert gradients.held() == []
 
 
-@pytest.mark.parametrize(("change", "explained"), [(0.003, True), (0.009, False)])
-def test_noise_explains_four_times_itself(change: float, explained: bool) -> None:
-    state = State()
-    state.noise = iter([0.0, 0.0, 0.002])  # eager, replay, eager
-    verdict = state.compare(change)
-    assert (verdict.unexplained is None) == explained
-    assert verdict.worst_noise == pytest.approx(0.001, rel=0.01)
-    assert state.tensors["count"] == 1
-    assert state.tensors["weight"][0] == pytest.approx(2 + change if explained else 2.002)
+AVERAGES: dict[str, Callable[[nn.Module], AveragedModel]] = {
+    "swa": AveragedModel,
+    "ema": lambda net: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "ema with buffers": lambda net: AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+    "own function": lambda net: AveragedModel(net, avg_fn=get_swa_avg_fn()),
+    "own, with buffers": lambda net: AveragedModel(net, avg_fn=lambda a, n, k: (a * k + n) / (k + 1), use_buffers=True),
+}
 
 
-def test_noise_without_a_measure_explains_its_own_tensor_only() -> None:
-    endless, small = float("inf"), 0.1
-    one, other = Difference("one", 1.0, small), Difference("other", 1.0, endless)
-    assert beyond_noise({"one": one}, {}) is one
-    assert beyond_noise({"one": one}, {"one": one}) is None
-    assert beyond_noise({"one": one}, {"other": other}) is one
-    assert beyond_noise({"other": other}, {"other": other}) is None
-    assert beyond_noise({"other": other}, {"one": one}) is other
-    assert beyond_noise({}, {"one": one}) is None
+@pytest.mark.parametrize("make", AVERAGES.values(), ids=AVERAGES)
+def test_averaging_is_what_torch_does(make: Callable[[nn.Module], AveragedModel]) -> None:
+    net: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2).double())
+    ours, plain = make(net), make(net)
+    averaging = CapturedAveraging(ours, net, EagerRecorder(), lambda note: pytest.fail(note))
+    for step in range(8):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        net[0:2](torch.randn(5, 3))
+        ours.update_parameters(net)
+        plain.update_parameters(net)
+        for name, value in plain.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], value), f"{name} after {step + 1}"
+        if step == 5:
+            averaging.forget()
+    assert averaging._recording is not None
+    averaging.put_back()
+    assert "update_parameters" not in vars(ours)
+
+
+def test_averaging_that_can_not_be_captured_goes_on() -> None:
+    class Refuses(EagerRecorder):
+        def record(self, function: Any) -> Any:
+            raise RuntimeError("no capture here. Not at all")
+
+    net, notes = nn.Linear(2, 2), list[str]()
+    ours, plain = AveragedModel(net), AveragedModel(net)
+    CapturedAveraging(ours, net, Refuses(), notes.append)  # type: ignore[arg-type]
+    for _ in range(6):
+        with torch.no_grad():
+            net.weight.mul_(1.5)
+        ours.update_parameters(net)
+        plain.update_parameters(net)
+    assert torch.equal(ours.module.weight, plain.module.weight)
+    assert len(notes) == 1
+    assert notes[0].startswith("averaging the weights can't be captured: no capture here (at test_graph_parts.py:")
+
+
+def failing() -> None:
+    torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def caught(function: Callable[[], Any]) -> Exception:
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def in_a_chain(first: str, *then: str) -> Exception:
+    """Return the last of exceptions of which each was raised while the one before was handled."""
+
+    def raised(messages: tuple[str, ...]) -> None:
+        if len(messages) == 1:
+            raise RuntimeError(messages[0])
+        try:
+            raised(messages[:-1])
+        except RuntimeError:
+            raise RuntimeError(messages[-1])  # noqa: B904
+
+    return caught(lambda: raised((first, *then)))
+
+
+def test_the_user_s_line_is_named() -> None:
+    error = caught(failing)
+    line = failing.__code__.co_firstlineno + 1
+    assert place_of(error) == f"test_graph_parts.py:{line}: torch.ones(2, 3) @ torch.ones(2, 3)"
+    assert why_capture_failed(error).startswith("mat1 and mat2 shapes cannot be multiplied")
+    assert why_capture_failed(error).endswith(f"(at {place_of(error)})")
+    assert place_of(RuntimeError("never raised")) is None
+    assert why_capture_failed(RuntimeError("never raised")) == "never raised"
+    assert why_capture_failed(ValueError()) == "ValueError"
 
 
 @pytest.mark.parametrize(
-    ("now", "before", "largest"),
+    ("error", "sentence"),
     [
-        ([1.0, float("nan")], [1.0, float("nan")], None),
-        ([1.0, float("nan")], [1.0, 2.0], float("inf")),
-        ([1.0, 2.0], [1.0, float("nan")], float("inf")),
-        ([float("inf")], [float("inf")], None),
-        ([float("inf")], [1.0], float("inf")),
-        ([0.0], [-0.0], None),
-        ([0.0], [1e-40], 1e-40),
-        ([1 + 1j], [1 + 2j], 1.0),
-        ([complex("nan")], [complex("nan")], None),
-        ([1, 2], [1, 5], 3.0),
-        ([True], [False], 1.0),
-        ([], [], None),
+        (
+            in_a_chain("CUDA error: operation not permitted when stream is capturing\nMore. And more"),
+            "something in it needs the host to wait for the device, or CUDA can't capture it",
+        ),
+        (
+            in_a_chain("cudaErrorStreamCaptureInvalidated"),
+            "something in it needs the host to wait for the device, or CUDA can't capture it",
+        ),
+        (in_a_chain("in lines,\n  one\tafter another", "second"), "in lines, one after another"),
+        (in_a_chain("the\n   cause. Then more", "the end of a capture", "a third"), "the cause"),
     ],
 )
-def test_what_counts_as_different(now: list[Any], before: list[Any], largest: float | None) -> None:
-    found = Snapshot({"x": torch.tensor(before)}).differences({"x": torch.tensor(now)})
-    assert [each.largest for each in found.values()] == pytest.approx([] if largest is None else [largest])
+def test_the_first_exception_is_the_cause(error: Exception, sentence: str) -> None:
+    said = why_capture_failed(error)
+    assert said.split(" (at ")[0].split() == sentence.split()
+    assert "test_graph_parts.py" in said
 
 
-def test_differences_come_with_the_worst_first() -> None:
-    before = Snapshot({"small": torch.ones(2), "large": torch.ones(2), "same": torch.ones(2)})
-    found = before.differences({"small": torch.ones(2) + 0.1, "large": torch.ones(2) + 1, "same": torch.ones(2)})
-    assert list(found) == ["large", "small"]
-    assert str(found["large"]) == "large differs by up to 1 (relative 1)"
+def test_an_exception_in_a_circle() -> None:
+    one, other = RuntimeError("one"), RuntimeError("other")
+    one.__context__, other.__context__ = other, one
+    assert why_capture_failed(one) == "other"
 
 
-@pytest.mark.parametrize(
-    ("snapshot", "ran", "weight"),
-    [(1, ["replay"], 2.5), (2, ["eager", "replay"], 2.5), (3, ["eager", "replay"], 2.5)],
-    ids=["first", "second", "third"],
-)
-def test_without_memory_the_replay_stands_unchecked(
-    snapshot: int, ran: list[str], weight: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = 0
-    plain = Snapshot.__init__
-
-    def init(self: Snapshot, tensors: Mapping[str, Tensor]) -> None:
-        nonlocal taken
-        taken += 1
-        if taken == snapshot:
-            raise torch.OutOfMemoryError
-        plain(self, tensors)
-
-    monkeypatch.setattr(Snapshot, "__init__", init)
-    state = State()
-    verdict = state.compare(change=0.5)
-    assert (verdict.was_made, verdict.unexplained) == (False, None)
-    assert state.ran == ran
-    assert state.tensors["weight"].tolist() == [weight] * 3
-    assert state.tensors["count"] == 1
+def test_glances_see_parameters() -> None:
+    module = Small()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    watch = Watch(module, optimizer)
+    assert watch.glance() is None
+    module.net[0].requires_grad_(False)
+    assert watch.glance() == "net.0.weight was frozen"
+    assert watch.glance() is None
+    module.net[0].requires_grad_(True)
+    assert watch.glance() == "net.0.weight was unfrozen"
+    extra = nn.Parameter(torch.zeros(1))
+    optimizer.add_param_group({"params": [extra]})
+    assert watch.glance() == "a parameter was given to the optimizer"
+    del optimizer.param_groups[1]
+    assert watch.glance() == "the optimizer's parameter groups changed"
 
 
-@pytest.mark.parametrize("where", ["before", "differs", "unexplained"])
-def test_another_process_is_heard(where: str) -> None:
-    """All processes run the same steps, because these call collectives, and keep the same state."""
-    asked: list[bool] = []
-    order = ["before", "eager", "differs", "after", "unexplained"]
+def test_looks_see_the_rest() -> None:
+    module: Any = Small()
+    module.temperature = 1.0
+    watch = Watch(module, torch.optim.SGD(module.parameters(), 0.1))
+    assert watch.look() is None
+    module.net[0].weight.data = module.net[0].weight.data.clone()
+    assert watch.look() == "net.0.weight lies at another address"
+    module.net[1].eval()
+    assert watch.look() == "net.1 was switched to eval"
+    module.net[1].train()
+    assert watch.look() == "net.1 was switched to train"
+    module.temperature = 0.5
+    assert watch.look() == "the attribute temperature changed from 1.0 to 0.5"
+    assert watch.look() is None
 
-    def anyone(here: bool) -> bool:
-        asked.append(here)
-        return here or order[len(asked) - 1] == where or (where == "unexplained" and order[len(asked) - 1] == "differs")
 
-    state = State()
-    verdict = state.compare(anyone=anyone)
-    assert not any(asked)
-    if where == "before":
-        assert (state.ran, verdict.was_made) == (["replay"], False)
-    elif where == "differs":
-        assert (state.ran, verdict.unexplained) == (["eager", "replay", "eager"], None)
-    else:
-        assert state.ran == ["eager", "replay", "eager"]
-        assert verdict.unexplained == "another process found a difference"
-    assert state.tensors["count"] == 1
+def test_the_host_s_part_of_a_step_is_seen() -> None:
+    module: Any = Small()
+    module.calls = 0
+    watch = HostWatch(module, torch.device("cuda"))
+
+    def step(change: Callable[[], Any], numbers: Mapping[str, float] = MappingProxyType({})) -> str:
+        watch.before()
+        change()
+        try:
+            watch.after(numbers)
+        except OptimizationError as error:
+            return str(error)
+        return ""
+
+    def counts() -> None:
+        module.calls += 1
+
+    assert step(counts) == "", "what a step makes once is there when it is captured"
+    assert step(lambda: None) == ""
+    assert step(counts) == (
+        "Small.training_step changes the attribute calls (from 1 to 2), which a replay would not; keep it in a tensor "
+        "(register_buffer), or change it in on_train_batch_end"
+    )
+    assert step(lambda: torch.rand(1)) == (
+        "Small.training_step draws random numbers on the host (torch), which a replay would repeat; draw them on the "
+        "device (torch.rand(..., device=self.device)) or in the loader"
+    )
+    assert step(lambda: None, {"rate": 0.5}) == ""
+    assert watch.numbers_to_tell() == [("rate", 0.5)]
+    assert watch.numbers_to_tell() == []
+    assert step(lambda: None, {"rate": 0.25}) == (
+        "self.log('rate') is given a Python number that changes from step to step, and a replay would log the first "
+        "one for ever; log a tensor, or log it in on_train_batch_end"
+    )
+    watch = HostWatch(module, CPU)
+    assert step(lambda: torch.rand(1)) == "", "which is the device's generator there"

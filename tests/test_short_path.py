@@ -302,17 +302,7 @@ class Keeper:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda keeper: keeper.keep,
-        pytest.param(
-            lambda keeper: lambda *arguments: keeper.keep(*arguments),
-            marks=pytest.mark.xfail(
-                raises=AttributeError,
-                strict=True,
-                reason="callback._somebody_reads_gradients takes __self__ of a plain function",
-            ),
-        ),
-    ],
+    [lambda keeper: keeper.keep, lambda keeper: lambda *arguments: keeper.keep(*arguments)],
     ids=["method", "function"],
 )
 def test_what_a_users_function_keeps_stays_as_it_was(make: Callable[[Keeper], Any]) -> None:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn, get_swa_multi_avg_fn
 
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
 from fasttrain.callbacks.cuda_graph_step.recording import Recorder, Recording
@@ -75,9 +75,12 @@ class CapturedAveraging:
         buffers = list(zip(average.module.buffers(), self.model.buffers(), strict=True))
         if average.use_buffers:
             ours, theirs = ours + [o for o, _ in buffers], theirs + [t for _, t in buffers]
-        if average.avg_fn is not None and average.multi_avg_fn is None:
+        average_one = average.avg_fn
+        if average_one is None and average.n_averaged.device.type == "cpu":
+            average_one = get_swa_avg_fn()  # where torch has no kernels for lists of tensors
+        if average_one is not None and average.multi_avg_fn is None:
             for mine, new in zip(ours, theirs, strict=True):
-                mine.detach().copy_(average.avg_fn(mine.detach(), new.detach(), average.n_averaged))
+                mine.detach().copy_(average_one(mine.detach(), new.detach(), average.n_averaged))
         else:
             average_all = average.multi_avg_fn or get_swa_multi_avg_fn()
             for mine_of_kind, new_of_kind in _by_dtype(ours, theirs):

@@ -94,6 +94,11 @@ class StepTimer(pl.Callback):
         self.capture_s: float | None = None
         """Seconds from the start of training until nothing but replays is left to do: the look at the code, eager
         steps, the capture and the checked replays. None if that was never reached."""
+        self.noise = math.nan
+        """Largest relative difference of two eager steps in any tensor; 0 where replays were equal bit for bit.
+
+        The self-check allows a multiple of it in every tensor, so where it is large little was checked.
+        """
         self.replays = 0
         """Timed steps that were replays, to be compared with `steps`."""
 
@@ -121,6 +126,7 @@ class StepTimer(pl.Callback):
         if self.graph is not None and self.capture_s is None and _is_checked(self.graph):
             synchronize(pl_module.device)
             self.capture_s = time.perf_counter() - self._started
+            self.noise = self.graph.step.worst_noise if self.graph.step is not None else math.nan
         if batch_idx % self.window:
             return
         synchronize(pl_module.device)

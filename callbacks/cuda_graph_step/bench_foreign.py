@@ -119,7 +119,7 @@ def compare(network: Network, module: pl.LightningModule, rows: int) -> Iterator
     yield row("plain", "memory_gb", "GB", [plain_gb], note)
     if ours.why_not_credited is not None or ours.capture_s is None:
         return
-    note = "; ".join((note, *graph.notes))
+    note = "; ".join((note, *graph.notes, f"noise in the self-check {ours.noise:.2g}"))
     yield row("ours", "step_ms", "ms", ours.step_ms, note)
     yield row("ours", "memory_gb", "GB", [ours_gb], note)
     yield row("ours", "capture_s", "s", [ours.capture_s], f"{note}; inspection, warm-up and checks included")

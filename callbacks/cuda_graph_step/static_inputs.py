@@ -20,6 +20,8 @@ class StaticInputs:
     def __init__(self, batch: Any, device: torch.device) -> None:
         self.batch = map_tensors(batch, lambda tensor: _like(tensor, device))
         self.tensors = list(tensors_in(self.batch))
+        # A step may ask for gradients of its inputs, and such a leaf can't be written to.
+        self._targets = [tensor.detach() for tensor in self.tensors]
         self.copy_from(list(tensors_in(batch)))
 
     def copy_from(self, leaves: Sequence[Tensor]) -> None:
@@ -27,8 +29,8 @@ class StaticInputs:
 
         A batch of another shape must not come here: `copy_` would broadcast it silently.
         """
-        for static, leaf in zip(self.tensors, leaves, strict=True):
-            static.copy_(leaf, non_blocking=True)
+        for target, leaf in zip(self._targets, leaves, strict=True):
+            target.copy_(leaf.detach() if leaf.requires_grad else leaf, non_blocking=True)
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:

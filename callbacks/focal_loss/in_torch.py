@@ -75,21 +75,21 @@ def _pass(
         first_anchor += level.shape[1]
         for chunk in _chunks(level):
             x, target, weight = level[chunk].to(dtype), of_level[chunk], weights[chunk[0]].unsqueeze(1)
-            wanted, is_class = target >= -1, (target >= 0) & (target < x.shape[2])
-            index = target.clamp(0, x.shape[2] - 1).unsqueeze(2)
+            wanted = target >= -1
+            target = target.unsqueeze(2).long()
+            index, is_class = target.clamp(0, x.shape[2] - 1), (target >= 0) & (target < x.shape[2])
             own = x.gather(2, index)
             loss, slope = _background(x, gamma)
-            taken_as_background, own_slope_as_background = (part.squeeze(2) for part in _background(own, gamma))
-            own_loss, own_slope = (part.squeeze(2) for part in _background(-own, gamma))
-            correction = torch.where(is_class, alpha * own_loss - (1 - alpha) * taken_as_background, torch.nan)
-            of_anchor = torch.where(wanted, (1 - alpha) * loss.sum(dim=2), 0)
-            of_anchor = of_anchor + torch.where(target >= 0, correction, 0)
-            total += (of_anchor * weight).sum()
+            own_loss, own_slope = _background(-own, gamma)
+            # A class that is none of the K must not pass for background.
+            own_loss = torch.where(
+                is_class, alpha * own_loss, torch.where(target >= 0, torch.nan, (1 - alpha) * loss.gather(2, index))
+            )
+            of_anchor = loss.mul_(1 - alpha).scatter_(2, index, own_loss).sum(dim=2)
+            total += torch.where(wanted, of_anchor * weight, 0).sum()
             if gradients is not None:
-                slope *= 1 - alpha
-                slope.scatter_(2, index, torch.where(
-                    is_class, -alpha * own_slope, (1 - alpha) * own_slope_as_background).unsqueeze(2))  # fmt: skip
-                slope *= (weight * factor).unsqueeze(2)
+                own_slope = torch.where(is_class, -alpha * own_slope, (1 - alpha) * slope.gather(2, index))
+                slope.mul_(1 - alpha).scatter_(2, index, own_slope).mul_((weight * factor).unsqueeze(2))
                 gradients[i][chunk].copy_(slope.masked_fill_(~wanted.unsqueeze(2), 0))
     return total
 
