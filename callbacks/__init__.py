@@ -4,22 +4,29 @@ from typing import Any
 
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
+from fasttrain.callbacks.optimizers import LAMB, LARS, FusedOptimizers, FusedOptimizersOptimization, parameter_groups
 from fasttrain.callbacks.precision import PrecisionOptimization, fastest_precision
 from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "channels_last": ChannelsLastOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
+    "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
 }
 
 __all__ = [
     "CATALOGUE",
+    "LAMB",
+    "LARS",
     "CUDAGraphStep",
     "CUDAGraphStepOptimization",
     "CapturedFunction",
     "ChannelsLast",
     "ChannelsLastOptimization",
+    "FusedOptimizers",
+    "FusedOptimizersOptimization",
     "PrecisionOptimization",
     "fastest_precision",
+    "parameter_groups",
 ]

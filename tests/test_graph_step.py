@@ -496,3 +496,24 @@ def test_a_captured_function_needs_no_lightning() -> None:
         assert torch.equal(one, two)
     with pytest.raises(ValueError, match="give the device of the inputs"):
         CapturedFunction(plain)
+
+
+@pytest.mark.parametrize("options", [{"scope": "fwd_bwd"}, {"keep_gradients": True}], ids=str)
+def test_gradients_that_stay_after_the_step(options: dict[str, Any]) -> None:
+    class Norms(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self.seen.append(sum(float(p.grad.norm()) for p in pl_module.parameters()))
+
+    ours, plain = same_start(lambda: Small(adamw, step_lr))
+    graph, norms, expected = CUDAGraphStep(stand_in=True, **options), Norms(), Norms()
+    data = batches(12, rows=(6, 6, 5))
+    ours_trainer = fit(ours, data, graph, callbacks=[norms])
+    assert_same_state(ours_trainer, fit(plain, data, callbacks=[expected]))
+    assert norms.seen == expected.seen
+    assert graph.pool.hits > 10
+    assert not graph.step

@@ -2,6 +2,7 @@
 
 import functools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import frozen_reads, host_effects
+from fasttrain.callbacks.cuda_graph_step.inspection.user_code import is_installed
 
 USED_BY_EXPRESSIONS = (checkpoint,)
 inspected = Inspected(globals())
@@ -289,3 +291,11 @@ def test_blocks_branches_and_handlers_lose_nothing() -> None:
 
     assert inspected.reads(body) == ["by", "self.global_step"]
     assert inspected.effects(body) == ["print()"]
+
+
+def test_a_folder_that_pip_installed_into_is_no_users_code(tmp_path: Path) -> None:
+    (tmp_path / "target" / "package").mkdir(parents=True)
+    (tmp_path / "target" / "package-1.0.dist-info").mkdir()
+    (tmp_path / "mine").mkdir()
+    assert is_installed(str(tmp_path / "target" / "package" / "models.py"))
+    assert not is_installed(str(tmp_path / "mine" / "models.py"))

@@ -57,6 +57,17 @@ class Gradients:
         for parameter, gradient in held:
             parameter.grad = gradient
 
+    def keep_in(self, held: Held) -> None:
+        """Have each parameter's `grad` be the held tensor, with the values that a backward wrote elsewhere.
+
+        A graph writes where it wrote at its capture, and one look is enough; the stand-in's backward makes new tensors.
+        """
+        if held and held[0][0].grad is not held[0][1]:
+            for parameter, buffer in held:
+                if parameter.grad is not None and parameter.grad is not buffer:
+                    buffer.copy_(parameter.grad)
+                parameter.grad = buffer
+
     def drop(self) -> None:
         """Set every gradient to None."""
         for parameter in self.parameters:

@@ -152,6 +152,7 @@ class GraphedStep:
             self._replay_and_check(graph)
         else:
             graph.recording.replay()
+            self.gradients.keep_in(graph.gradients)
         self._last = graph
         self.carried.count_updates()
         if graph.logs is None:  # static from the first replay on
@@ -299,16 +300,14 @@ class GraphedStep:
             with self.recorder.warm_up():
                 result = graph.function()
             loss.copy_(result["outputs"]["loss"])
-            for parameter, held in graph.gradients:
-                if parameter.grad is not held and parameter.grad is not None:
-                    held.copy_(parameter.grad)
-            if graph.window.accumulate == 1:
+            self.gradients.keep_in(graph.gradients)
+            if graph.window.accumulate == 1 and not graph.gradients:
                 self.gradients.drop()
-                self.gradients.point_at(graph.gradients)
 
         def replay() -> None:
             self.recorder.set_random_state(random)
             graph.recording.replay()
+            self.gradients.keep_in(graph.gradients)
             loss.copy_(graph.recording.outputs["outputs"]["loss"])
 
         graph.checks_left -= 1

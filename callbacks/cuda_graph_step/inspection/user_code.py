@@ -50,8 +50,16 @@ def is_installed(file: str) -> bool:
     """Whether a source file belongs to Python or to an installed package."""
     if file.startswith("<frozen"):
         return True
-    parts = Path(file).parts
-    return "site-packages" in parts or "dist-packages" in parts or any(file.startswith(root) for root in _roots())
+    path = Path(file)
+    if "site-packages" in path.parts or "dist-packages" in path.parts or any(map(file.startswith, _roots())):
+        return True
+    return any(map(_holds_packages, path.parents))
+
+
+@functools.cache
+def _holds_packages(folder: Path) -> bool:
+    """Whether pip has installed packages into a folder, `pip install --target` for instance."""
+    return any(folder.glob("*.dist-info"))
 
 
 @dataclass(frozen=True)
