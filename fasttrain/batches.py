@@ -52,10 +52,10 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(batch, (list, tuple)) and not isinstance(batch, torch.Size):
         return type(batch)(map_tensors(value, change) for value in batch)
     if is_dataclass(batch) and not isinstance(batch, type):
-        other = copy(batch)
+        changed: Any = copy(batch)
         for name, value in _attributes(batch).items():
-            object.__setattr__(other, name, map_tensors(value, change))  # a frozen one has no other way
-        return other
+            object.__setattr__(changed, name, map_tensors(value, change))  # a frozen one has no other way
+        return changed
     return batch
 
 

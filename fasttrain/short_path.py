@@ -30,6 +30,8 @@ SECONDS_BETWEEN_DRAWS = 0.1
 BATCHES_BETWEEN_SIGNALS = 50
 """With several processes Lightning broadcasts after every batch whether SIGTERM came, and waits for the answer."""
 
+KNOWN = ("lightning.", "pytorch_lightning.", "fasttrain.")
+
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -90,10 +92,11 @@ class ShortPath:
             loop._broadcast_sigterm_tensor()
         loop.batch_progress.is_last_batch = fetcher.done
 
-        graph, leaves = None, []
+        graph: Any = None
+        leaves: list[Tensor] = []
         if self._finds_early:
             graph, leaves = self._find(batch, self.optimization.next_window(batch_idx, fetcher.done))
-        if graph is None or self._somebody_keeps:
+        if graph is None:
             batch = self._transfer(batch)
         loop.batch_progress.increment_ready()
         connector.on_batch_start(batch)
@@ -211,11 +214,12 @@ class ShortPath:
         self._batches_between_draws = max(1, *(int(bar.refresh_rate) for bar in bars)) if bars else 1
         self._module_starts = overrides(module, "on_train_batch_start", pl.LightningModule)
         self._module_ends = overrides(module, "on_train_batch_end", pl.LightningModule)
-        # A start hook may change the batch, what the step has built in, or whether there is a step.
+        # A start hook may change the batch, what the step has built in, or whether there is a step; any hook may keep
+        # the batch. Then it is brought to the device first, and a graph is looked for after the start hooks.
         strangers_start = self._module_starts or any(not _keeps_nothing(hook) for hook in starting)
         strangers_end = self._module_ends or any(not _keeps_nothing(hook) for _, hook in ending)
-        self._finds_early = self._copies_directly and not strangers_start
         self._somebody_keeps = strangers_start or strangers_end
+        self._finds_early = self._copies_directly and not self._somebody_keeps
         self._callbacks = list(callbacks)
 
 
@@ -267,8 +271,5 @@ def _keeps_nothing(hook: Any) -> bool:
     A user's function in Lightning's `LambdaCallback` is the user's, and so is a subclass.
     """
     owner = getattr(hook, "__self__", None)
-    return {_package(hook), _package(type(owner))} <= {"lightning", "pytorch_lightning", "fasttrain"}
-
-
-def _package(thing: Any) -> str:
-    return str(getattr(thing, "__module__", "")).split(".")[0]
+    modules = [str(getattr(thing, "__module__", "")) for thing in (hook, type(owner))]
+    return all(name.startswith(KNOWN) and not name.startswith("fasttrain.recipes.") for name in modules)

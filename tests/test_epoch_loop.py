@@ -8,21 +8,29 @@ import ast
 import copy
 import hashlib
 import inspect
+import math
 import textwrap
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from graph_fits import Batches, Small, assert_same_state, batches, fit, same_start
 from lightning.pytorch.core.module import LightningModule
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
+from lightning.pytorch.loops.progress import _OptimizationProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric, _Sync
+from torch.nn.parallel import DistributedDataParallel
+
+from fasttrain.epoch_loop import DelegatedOptimization, Window
 
 OPTIMIZATION = "DelegatedOptimization, which splits it into forward_and_backward, step_optimizer and count"
 PATH = "ShortPath.advance, which does the same without what nobody asks for"
@@ -42,25 +50,13 @@ STOOD_ON: list[tuple[Callable[..., Any], str, str]] = [
     (_TrainingEpochLoop.advance, "652cf8f592a6", PATH),
     (_TrainingEpochLoop._broadcast_sigterm_tensor, "f2111dcfb613", PATH),
     (_TrainingEpochLoop._build_kwargs, "ef10371fff22", PATH),
-    (
-        _TrainingEpochLoop._should_accumulate,
-        "31bcdde13183",
-        "DelegatedOptimization.next_window",
-    ),
+    (_TrainingEpochLoop._should_accumulate, "31bcdde13183", "DelegatedOptimization.next_window"),
     (_TrainingEpochLoop._num_ready_batches_reached, "f63510695d44", PATH),
     (_TrainingEpochLoop.update_lr_schedulers, "77bb2decba2b", PATH),
     (_TrainingEpochLoop.on_advance_end, "cc589ca888e9", READS),
     (_TrainingEpochLoop._should_check_val_fx, "6a5d9405dc6b", READS),
-    (
-        _DataFetcher.__next__,
-        "66c9207654dc",
-        "ShortPath.advance, which asks `done` what is last",
-    ),
-    (
-        _PrefetchDataFetcher.__next__,
-        "56ed0726b6f4",
-        "ShortPath.advance, which asks `done`",
-    ),
+    (_DataFetcher.__next__, "66c9207654dc", "ShortPath.advance, which asks `done` what is last"),
+    (_PrefetchDataFetcher.__next__, "56ed0726b6f4", "ShortPath.advance, which asks `done` what is last"),
     (call._call_callback_hooks, "0bee2b23eee9", PATH),
     (call._call_lightning_module_hook, "0a706bc0e6b0", PATH),
     (Strategy.batch_to_device, "072533b1ef61", "short_path.transfer_is_plain"),
@@ -77,11 +73,7 @@ STOOD_ON: list[tuple[Callable[..., Any], str, str]] = [
     (_ResultMetric.compute, "66e273a9ce95", RESULTS),
     (_ResultMetric.reset, "e7c9b010da09", RESULTS),
     (_Sync._generate_sync_fn, "d2da37f641bd", "step_results.reduce_over_ranks"),
-    (
-        LightningModule.log,
-        "5f0ef1d9e6a0",
-        "step_results.numbers_logged_as_tensors and StepResults.log",
-    ),
+    (LightningModule.log, "5f0ef1d9e6a0", "step_results.numbers_logged_as_tensors and StepResults.log"),
 ]
 
 
@@ -215,15 +207,15 @@ def test_windows_are_lightnings_own(accumulate: int, has_length: bool, options: 
     trainer.fit(module)
     counts = [min(epoch, 4) if options else epoch for epoch in range(1, 10)]
     assert module.compared == sum(counts)
-    assert trainer.global_step == sum(math.ceil(count / accumulate) for count in counts)
+    if has_length or not options:  # of a stream that ends before the limit Lightning does not see the last batch
+        assert trainer.global_step == sum(math.ceil(count / accumulate) for count in counts)
 
 
 class InParts(pl.Callback):
     """Does each step in two parts, as one whose optimizer is left outside of the graph."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        optimization = DelegatedOptimization(trainer, lambda *arguments: self.run(*arguments))
-        self.optimization = optimization
+        self.optimization = DelegatedOptimization(trainer, self.run)
 
     def run(self, batch_idx: int, arguments: OrderedDict[str, Any]) -> dict[str, Any]:
         outputs = self.optimization.forward_and_backward(batch_idx, arguments)

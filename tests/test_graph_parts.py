@@ -244,6 +244,20 @@ def test_a_pool_without_room() -> None:
     )
 
 
+@pytest.mark.xfail(strict=True, reason="nobody is told: each batch is a signature of its own, and all run eagerly")
+def test_batches_that_are_all_different_are_told_of() -> None:
+    """File names or numbers of samples in a batch are values, of which a graph could have one built in."""
+
+    class OfFiles(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[:2], batch_idx)
+
+    made = [(x, y, [f"{index}.jpg"]) for index, (x, y) in enumerate(batches(60).made)]
+    graph = CUDAGraphStep(stand_in=True)
+    fit(OfFiles(), Batches(made), graph, max_epochs=2)
+    assert any("batch[2][0]" in note for note in graph.notes), graph.notes
+
+
 def with_gradients() -> tuple[list[nn.Parameter], torch.optim.Optimizer, Gradients]:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     for parameter in parameters[:2]:

@@ -75,6 +75,22 @@ def test_noise_without_a_measure_explains_its_own_tensor_only() -> None:
     assert beyond_noise({}, {"one": one}) is None
 
 
+def test_noise_of_one_tensor_does_not_explain_another() -> None:
+    """Nine tensors in ten set the common noise; the noisiest explains itself alone."""
+
+    def of(**relative: float) -> dict[str, Difference]:
+        return {name: Difference(name, 1.0, size) for name, size in relative.items()}
+
+    common = {f"t{index}": 0.001 for index in range(19)}
+    noise = of(**common, noisy=0.05)
+    assert beyond_noise(of(t0=0.0039), noise) is None
+    assert beyond_noise(of(noisy=0.19), noise) is None
+    assert beyond_noise(of(unknown=0.0039), noise) is None
+    assert str(beyond_noise(of(t0=0.0041), noise)).startswith("t0 differs")
+    assert str(beyond_noise(of(noisy=0.21, t0=0.003), noise)).startswith("noisy differs")
+    assert beyond_noise(of(rounding=0.9), of(rounding=0.2)) is None, "two eager steps agree in nothing there"
+
+
 @pytest.mark.parametrize(
     ("now", "before", "largest"),
     [

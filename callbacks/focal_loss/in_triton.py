@@ -12,6 +12,8 @@ from fasttrain.callbacks.focal_loss.kernel import INTERPRETED, focal_loss_kernel
 
 VECTOR_BYTES = 16
 LARGEST_TILE_BYTES = 2**17
+# Of a tile: narrow ones need as many registers for their addresses and targets as wide ones.
+MOST_VECTORS = 2048
 # An interpreted program takes a second: few of them, and more than one, so that tiles are dealt out.
 INTERPRETED_PROGRAMS = 3
 RESCALED_AT_ONCE = 4096
@@ -22,7 +24,7 @@ class Tiling:
     """How much a program takes at once."""
 
     tile_bytes: int = 2**14
-    """Logits of a tile; 128 bytes for each thread keep the registers at 80."""
+    """Of a tile's logits: 128 for each thread, which keeps the registers at 80."""
     warps: int = 4
     """Of a program, for a tile of `tile_bytes`."""
     programs: int = 6
@@ -103,12 +105,12 @@ class _Launch:
         element_size = self.levels[0].element_size()
         width = _vector_width([*self.levels, *self.gradients])
         vectors_of_row = self.classes // width
-        vectors = max(tiling.tile_bytes // element_size // width, _next_power_of_two(vectors_of_row))
+        most = min(tiling.tile_bytes // element_size // width, MOST_VECTORS)
+        vectors = max(most, _next_power_of_two(vectors_of_row))
         self.rows = vectors // vectors_of_row
         tiles = sum(-(-level.shape[1] // self.rows) for level in self.levels) * self.batch
         self.programs = max(1, min(tiles, _programs(self.levels[0].device, tiling.programs)))
-        larger = vectors * width * element_size // tiling.tile_bytes
-        self.options: dict[str, Any] = {"num_warps": max(1, min(32, tiling.warps * larger))}
+        self.options: dict[str, Any] = {"num_warps": min(32, tiling.warps * vectors // most)}
         if tiling.registers is not None:
             self.options["maxnreg"] = tiling.registers
         self.width, self.vectors = width, vectors

@@ -26,7 +26,8 @@ TOLERANCE = {
 }
 """Of gradients."""
 LOSS_TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
-"""Of the loss: the sum is float32 for every dtype of the logits."""
+"""Of the loss, whose sum is float32 for every dtype of the logits: of its value, plus what the foreground anchors' own
+classes would cost as background, which the kernel adds and takes back."""
 
 
 def reference(levels: Sequence[Tensor], targets: Int[Tensor, "B A"], alpha: float = 0.25, gamma: float = 2.0) -> Tensor:

@@ -1,0 +1,115 @@
+"""A frozen batch normalization as one scale and one bias for each channel, computed once.
+
+scale = weight / sqrt(running_var + eps), bias = bias - running_mean * scale (Ioffe and Szegedy, arXiv 1502.03167, with
+the statistics as constants), in float32 whatever the input's dtype. Source of the method: NVIDIA's MLPerf Training v2.0
+submissions of RetinaNet and Mask R-CNN.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from fasttrain.errors import OptimizationError
+
+
+class ScaleBias(NamedTuple):
+    """What a frozen normalization does to channel c: x * scale[c] + bias[c]."""
+
+    scale: Tensor
+    """float32 (C,), or float64 where the statistics are."""
+    bias: Tensor
+    """Likewise."""
+
+
+def fold(norm: nn.Module) -> ScaleBias:
+    """Return scale and bias of a frozen normalization, new tensors on its device."""
+    frozen: Any = norm
+    dtype = torch.promote_types(frozen.running_var.dtype, torch.float32)
+    scale = (frozen.running_var.to(dtype) + frozen.eps).rsqrt()
+    if frozen.weight is not None:
+        scale = frozen.weight.to(dtype) * scale
+    bias = -frozen.running_mean.to(dtype) * scale
+    return ScaleBias(scale, bias if frozen.bias is None else frozen.bias.to(dtype) + bias)
+
+
+def why_not_frozen(norm: nn.Module) -> str | None:
+    """Return why a normalization can't be folded, or None if it can; '' for a module that is no normalization."""
+    if isinstance(norm, FrozenBatchNorm2d) and type(norm).forward is FrozenBatchNorm2d.forward:
+        return "has hooks" if _has_hooks(norm) else None
+    if not isinstance(norm, nn.BatchNorm2d) or type(norm).forward is not nn.BatchNorm2d.forward:
+        return ""
+    if norm.running_mean is None or norm.running_var is None:
+        return "has no running statistics"
+    if norm.training:
+        return "is in training mode"
+    if any(parameter.requires_grad for parameter in norm.parameters()):
+        return "has a weight or bias that trains"
+    return "has hooks" if _has_hooks(norm) else None
+
+
+class Folded:
+    """Scale and bias of one normalization, computed at the first call and again only after its tensors changed."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+        self._kept: ScaleBias | None = None
+        self._of: tuple[Any, ...] = ()
+
+    def __call__(self) -> ScaleBias:
+        """Return them.
+
+        Raises:
+            OptimizationError: the normalization is not frozen any more.
+        """
+        if isinstance(self.norm, nn.BatchNorm2d) and (reason := why_not_frozen(self.norm)):
+            raise OptimizationError(
+                f"frozen_bn: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused "
+                f"{reason}; keep it in eval mode with requires_grad=False, or leave frozen_bn out."
+            )
+        if torch.compiler.is_compiling() or _is_capturing(self.norm):
+            # A compiler folds constants into its kernels; what a capture computes has no value yet.
+            return self._kept if self._kept is not None and not torch.compiler.is_compiling() else fold(self.norm)
+        of = tuple(_identity(tensor) for tensor in _tensors(self.norm))
+        if self._kept is None or of != self._of:
+            self._refresh()
+            self._of = of
+        assert self._kept is not None
+        return self._kept
+
+    def _refresh(self) -> None:
+        # Made by a validation in inference mode, they could not be saved for a backward later.
+        with torch.inference_mode(False), torch.no_grad():
+            new = fold(self.norm)
+            old = self._kept
+            if old is not None and (old.scale.device, old.scale.dtype) == (new.scale.device, new.scale.dtype):
+                # The same memory, because a captured CUDA graph may read it.
+                old.scale.copy_(new.scale)
+                old.bias.copy_(new.bias)
+            else:
+                self._kept = new
+
+
+def _tensors(norm: nn.Module) -> tuple[Tensor | None, ...]:
+    frozen: Any = norm
+    return frozen.weight, frozen.bias, frozen.running_mean, frozen.running_var
+
+
+def _identity(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return None
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr(), tensor.dtype, tensor.device
+
+
+def _is_capturing(norm: nn.Module) -> bool:
+    variance: Any = norm.running_var
+    return bool(variance.is_cuda) and torch.cuda.is_current_stream_capturing()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    # They would not be called any more.
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
