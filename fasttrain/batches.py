@@ -94,6 +94,32 @@ def flatten(batch: Any) -> tuple[list[Tensor], Signature]:
     return leaves, Signature(structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
+def first_difference(one: Signature, other: Signature) -> str:
+    """Return where two signatures differ first, as `batch[2][0] is 'a.jpg', then 'b.jpg'`."""
+    if (found := _differs(one.structure, other.structure, "batch")) is not None:
+        return found
+    shapes = zip(one.tensors, other.tensors, strict=True)
+    number, (before, after) = next((i, pair) for i, pair in enumerate(shapes) if pair[0] != pair[1])
+    return f"tensor {number} is {list(before[0])} {before[1]}, then {list(after[0])} {after[1]}"
+
+
+def _differs(one: Any, other: Any, path: str) -> str | None:
+    if one == other:
+        return None
+    if one is Tensor or other is Tensor or one[0] is not other[0] or issubclass(one[0], CONSTANTS):
+        return f"{path} is {_of_structure(one)}, then {_of_structure(other)}"
+    if [name for name, _ in one[1]] != [name for name, _ in other[1]]:
+        return f"{path} has {len(one[1])} parts, then {len(other[1])}"
+    parts = zip(one[1], other[1], strict=True)
+    return next(found for (name, a), (_, b) in parts if (found := _differs(a, b, f"{path}[{name!r}]")) is not None)
+
+
+def _of_structure(structure: Any) -> str:
+    if structure is Tensor:
+        return "a tensor"
+    return repr(structure[1]) if issubclass(structure[0], CONSTANTS) else f"a {structure[0].__name__}"
+
+
 def _structure(value: Any, leaves: list[Tensor], path: str) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
@@ -104,7 +130,7 @@ def _structure(value: Any, leaves: list[Tensor], path: str) -> Any:
     if isinstance(value, Mapping):
         return kind, tuple((key, _structure(item, leaves, f"{path}[{key!r}]")) for key, item in value.items())
     if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):  # whose lengths steer the host
-        return kind, tuple(_structure(item, leaves, f"{path}[{index}]") for index, item in enumerate(value))
+        return kind, tuple((index, _structure(item, leaves, f"{path}[{index}]")) for index, item in enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):
         parts = _attributes(value).items()
         return kind, tuple((name, _structure(item, leaves, f"{path}.{name}")) for name, item in parts)

@@ -7,6 +7,9 @@ from typing import Generic, Protocol, TypeVar
 
 from fasttrain.errors import ConfigError
 
+MOST_KEYS_WITHOUT_A_HIT = 32
+"""Different keys in a row after which nobody may expect that one comes again."""
+
 
 class Releasable(Protocol):
     """What the pool holds."""
@@ -90,6 +93,16 @@ class GraphPool(Generic[G]):
     def is_thrashing(self) -> bool:
         """Whether graphs are thrown out faster than they pay: more evictions than twice the capacity, few hits."""
         return self.evictions > 2 * self.capacity and self.hits < 10 * self.captures
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether every one of many steps was of another key, so that no graph would ever be used twice."""
+        return len(self.tallies) >= MOST_KEYS_WITHOUT_A_HIT and not self._graphs and self.hits == 0
+
+    def last_keys(self) -> tuple[Hashable, Hashable]:
+        """Return the two keys that were new last."""
+        *_, one, other = self.tallies
+        return one, other
 
     def count_eager(self, key: Hashable) -> None:
         """Note that a step of this key ran eagerly."""

@@ -4,13 +4,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from fasttrain.batches import OpaqueLeaf, Signature, flatten, map_tensors
+from fasttrain.batches import OpaqueLeaf, Signature, first_difference, flatten, map_tensors
 from fasttrain.callbacks.cuda_graph_step.averaging import captured_averaging
 from fasttrain.callbacks.cuda_graph_step.carried import CarriedState
 from fasttrain.callbacks.cuda_graph_step.culprit import why_capture_failed
@@ -100,26 +100,35 @@ class GraphedStep:
         self._others_had_their_turn = True
         self._last: StepGraph | None = None
         self._mismatch: str | None = None
+        self._checks = options.checks if trainer.world_size == 1 else None
+        self._steps = 0
 
     def run(self, batch_idx: int, arguments: Arguments) -> Outputs:
         """Do one step on a batch that is on the device: the delegate of Lightning's optimization."""
-        batch, window = arguments.get("batch"), self.loop.window(batch_idx)
-        if self.is_off or batch is None or self.loop._skip_backward:  # SWA's last epoch runs forward alone
+        key, leaves = self._key_of(arguments.get("batch"), self.loop.window(batch_idx))
+        graph = self.find(*key) if key is not None else None
+        captures = key is not None and graph is None and self.pool.is_due(key) and self.optimizer.is_ready(key[1])
+        self._agree_on_checks(captures)
+        if key is None:
             return self._run_plain(batch_idx, arguments)
-        try:
-            leaves, signature = flatten(batch)
-        except OpaqueLeaf as error:
-            self.turn_off(f"{error}, which is neither a tensor nor a value that can be compared")
-            return self._run_plain(batch_idx, arguments)
-        key = (signature, window)
-        graph = self.find(signature, window)
-        if graph is None and self.pool.is_due(key) and self.optimizer.is_ready(window):
-            graph = self._capture(key, batch, batch_idx, arguments)
+        if captures:
+            graph = self._capture(key, batch_idx, arguments)
             leaves = []  # the static inputs hold them already
         if graph is None:
             return self._run_eagerly(key, batch_idx, arguments)
         self.replay(graph, leaves, batch_idx)
         return self.outputs(graph, to_keep=True)
+
+    def _key_of(self, batch: Any, window: Window) -> tuple[Key | None, list[Tensor]]:
+        """Return a batch's key and tensors; no key where the step is not for a graph."""
+        if self.is_off or batch is None or self.loop._skip_backward:  # SWA's last epoch runs forward alone
+            return None, []
+        try:
+            leaves, signature = flatten(batch)
+        except OpaqueLeaf as error:
+            self.turn_off(f"{error}, which is neither a tensor nor a value that can be compared")
+            return None, []
+        return (signature, window), leaves
 
     def find(self, signature: Signature, window: Window) -> StepGraph | None:
         """Return the graph for a batch of this signature, if there is one and what it has built in still holds."""
@@ -187,6 +196,20 @@ class GraphedStep:
             averaging.put_back()
         self.optimizer.release()
 
+    def _agree_on_checks(self, captures: bool) -> None:
+        """With several processes, settle at the first step after the warm-up whether the coming graph is checked.
+
+        An eager step beside a replay calls collectives once more, so that either all processes check or none. At this
+        one step all of them can ask; later each captures when it meets a new signature, and nothing is checked.
+        """
+        self._steps += 1
+        if self._checks is not None or self._steps <= self.pool.warm_up:
+            return
+        together = self.trainer.strategy.reduce_boolean_decision(captures, all=True)
+        self._checks = min(self.options.checks, 1) if together else 0
+        if self.options.checks and not together:
+            self.on_note("the processes don't capture at the same step, so replays are trusted unchecked")
+
     def _run_plain(self, batch_idx: int, arguments: Arguments) -> Outputs:
         with self.optimizer.prepared():
             return self.loop.run_plain(batch_idx, arguments)
@@ -212,6 +235,12 @@ class GraphedStep:
         except OptimizationError as error:
             reason = str(error)
         self.pool.count_eager(key)
+        if self.pool.is_hopeless:
+            (one, _), (other, _) = cast(tuple[Key, Key], self.pool.last_keys())
+            reason = reason or (
+                f"every batch is of another signature: {first_difference(one, other)}; leave out of the batch what the "
+                "step does not need, make it a tensor, or pad it to a few sizes (`pad`)"
+            )
         self.optimizer.after_eager_step(window)
         self._last = None
         if reason is not None:
@@ -236,10 +265,10 @@ class GraphedStep:
                 self.carried.carry_over()
         return {"outputs": outputs, "logs": dict(logs)}
 
-    def _capture(self, key: Key, batch: Any, batch_idx: int, arguments: Arguments) -> StepGraph | None:
+    def _capture(self, key: Key, batch_idx: int, arguments: Arguments) -> StepGraph | None:
         """Capture this key's step; None where that failed and the step is to run eagerly."""
         window, whole = key[1], self.optimizer.is_in
-        inputs = StaticInputs(batch, self.trainer.strategy.root_device)
+        inputs = StaticInputs(arguments["batch"], self.trainer.strategy.root_device)
         self.results.settle()
         self.results.batch_size = None  # Lightning would take the last batch's
         self.results.prepare()
@@ -269,7 +298,9 @@ class GraphedStep:
             return None
         if not len(self.pool):
             self.watch.look()  # eager steps have set anew what is static now
-        graph = StepGraph(recording, inputs, window, function, whole, self.options.checks)
+        graph = StepGraph(recording, inputs, window, function, whole, self._checks or 0)
+        if self.trainer.world_size > 1:
+            self._checks = 0
         if window.accumulate == 1:
             if not whole or self.options.keeps_gradients:
                 graph.gradients = self.gradients.held()
@@ -311,7 +342,12 @@ class GraphedStep:
             loss.copy_(graph.recording.outputs["outputs"]["loss"])
 
         graph.checks_left -= 1
-        verdict = compare_replay(lambda: {"the loss": loss, **self._state(graph)}, eager, replay)
+        verdict = compare_replay(
+            lambda: {"the loss": loss, **self._state(graph)},
+            eager,
+            replay,
+            anyone=lambda flag: bool(self.trainer.strategy.reduce_boolean_decision(flag, all=False)),
+        )
         self.worst_noise = max(self.worst_noise, verdict.worst_noise)
         if not verdict.was_made:
             graph.checks_left = 0

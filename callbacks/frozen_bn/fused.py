@@ -20,8 +20,8 @@ def scale_bias_relu(x: Tensor, folded: ScaleBias, tier: Tier = "auto") -> Tensor
     """Return relu(x * scale + bias) by channel, in x's dtype and memory format.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16, float32, or float64 (in plain PyTorch). Contiguous or channels_last; anything
-            else is copied to channels_last first.
+        x: (N, C, H, W), float16, bfloat16, float32, or float64 (in plain PyTorch). Contiguous or channels_last;
+            anything else is copied to channels_last first.
         folded: scale and bias, (C,) each, which get no gradient; see `fold`.
         tier: "auto" takes the Triton kernels on NVIDIA GPUs, and PyTorch's operators elsewhere and under torch.compile,
             which fuses them by itself. "triton" is for the interpreter.
@@ -105,7 +105,7 @@ def _triton_runs() -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous(memory_format=torch.channels_last)
+    return x if x.is_contiguous() else x.contiguous(memory_format=torch.channels_last)  # itself, if it is that already
 
 
 def _format(x: Tensor) -> torch.memory_format:
@@ -120,8 +120,8 @@ def _check(x: Tensor, folded: ScaleBias, z: Tensor | None, z_folded: ScaleBias |
         )
     if z is not None and (z.shape != x.shape or z.device != x.device):
         raise OptimizationError(
-            f"frozen_bn: what is added has the shape and device of x, {_shape(x)} on {x.device}; this is {_shape(z)} on "
-            f"{z.device}."
+            f"frozen_bn: what is added has the shape and device of x, {_shape(x)} on {x.device}; this is "
+            f"{_shape(z)} on {z.device}."
         )
     for values in (*folded, *(z_folded or ())):
         if values.shape != x.shape[1:2] or values.device != x.device:

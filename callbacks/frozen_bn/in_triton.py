@@ -1,4 +1,4 @@
-"""The tier for NVIDIA GPUs: how the kernels are laid over a feature map, and their launches. Nothing waits for the GPU."""
+"""The tier for NVIDIA GPUs: how the kernels are laid over a feature map, and launched. Nothing waits for the GPU."""
 
 import math
 from dataclasses import dataclass

@@ -111,7 +111,12 @@ def _channel_of(tile, inside, pixels, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.
     start = tile.to(tl.int64) * (VECTORS * WIDTH)
     if CHANNELS_LAST:
         channel = ((start % CHANNELS).to(tl.int32) + inside) % CHANNELS
+        if CHANNELS % WIDTH == 0:
+            # A vector's channels are neighbours, which the compiler can't see behind the remainder.
+            channel = tl.multiple_of(tl.max_contiguous(channel, [1, WIDTH]), [1, WIDTH])
     else:
         # One division in 64 bits for the tile, one in 32 bits for each element.
-        channel = ((start // pixels % CHANNELS).to(tl.int32) + ((start % pixels).to(tl.int32) + inside) // pixels) % CHANNELS
+        channel = (
+            (start // pixels % CHANNELS).to(tl.int32) + ((start % pixels).to(tl.int32) + inside) // pixels
+        ) % CHANNELS
     return channel

@@ -1,0 +1,108 @@
+"""What takes the place of torchvision's modules: the same submodules under the same names, with another forward."""
+
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.ops import FrozenBatchNorm2d
+
+from fasttrain.callbacks.frozen_bn.fold import Folded, why_not_frozen
+from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu, twin
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _FusedBlock:
+    """Both kinds of block: what they have in common is how they end."""
+
+    conv1: nn.Module
+    downsample: nn.Module | None
+    _folded: dict[str, Folded]
+    _shortcut: Folded | None
+
+    def _prepare(self) -> None:
+        named: dict[str, nn.Module] = dict(self.named_children())  # type: ignore[attr-defined]
+        self._folded = {name: Folded(module) for name, module in named.items() if why_not_frozen(module) is None}
+        last = self.downsample[-1] if isinstance(self.downsample, nn.Sequential) and len(self.downsample) else None
+        plain = type(self.downsample) is nn.Sequential and not self.downsample._forward_hooks
+        self._shortcut = Folded(last) if last is not None and plain and why_not_frozen(last) is None else None
+
+    def _end(self, out: Tensor, norm: str, x: Tensor) -> Tensor:
+        folded, z = self._folded[norm](), twin(x)
+        if self.downsample is None:
+            return scale_bias_add_relu(out, folded, z, twice=True)
+        if self._shortcut is None:
+            return scale_bias_add_relu(out, folded, self.downsample(z), twice=True)
+        assert isinstance(self.downsample, nn.Sequential)
+        for module in list(self.downsample)[:-1]:
+            z = module(z)
+        return scale_bias_dual_relu(out, folded, z, self._shortcut(), twice=True)
+
+
+class FusedBottleneck(_FusedBlock, Bottleneck):
+    """torchvision's Bottleneck with three fused passes; made by `fused_from`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, which holds a twin for the next block's shortcut."""
+        out = scale_bias_relu(self.conv1(x), self._folded["bn1"]())
+        out = scale_bias_relu(self.conv2(out), self._folded["bn2"]())
+        return self._end(self.conv3(out), "bn3", x)
+
+
+class FusedBasicBlock(_FusedBlock, BasicBlock):
+    """torchvision's BasicBlock with two fused passes; made by `fused_from`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, which holds a twin for the next block's shortcut."""
+        out = scale_bias_relu(self.conv1(x), self._folded["bn1"]())
+        return self._end(self.conv2(out), "bn2", x)
+
+
+class FrozenBatchNormReLU(FrozenBatchNorm2d):
+    """FrozenBatchNorm2d and the ReLU behind it; made by `fused_from`."""
+
+    _folded: Folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return relu(norm(x)) in x's dtype."""
+        return scale_bias_relu(x, self._folded())
+
+
+class BatchNormReLU(nn.BatchNorm2d):
+    """A BatchNorm2d in eval mode without trainable parameters and the ReLU behind it; made by `fused_from`."""
+
+    _folded: Folded
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return relu(norm(input)) in its dtype."""
+        return scale_bias_relu(input, self._folded())
+
+
+FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {Bottleneck: FusedBottleneck, BasicBlock: FusedBasicBlock}
+NORMS_OF_BLOCK: dict[type[nn.Module], tuple[str, ...]] = {Bottleneck: ("bn1", "bn2", "bn3"), BasicBlock: ("bn1", "bn2")}
+
+
+def fused_block(block: nn.Module) -> nn.Module:
+    """Return the fused form of a Bottleneck or BasicBlock, around the same submodules."""
+    fused = _with_the_state_of(block, FUSED_BLOCKS[type(block)])
+    assert isinstance(fused, _FusedBlock)
+    fused._prepare()
+    return fused
+
+
+def fused_norm(norm: nn.Module) -> nn.Module:
+    """Return a frozen normalization with a ReLU behind it, around the same buffers."""
+    kind = FrozenBatchNormReLU if isinstance(norm, FrozenBatchNorm2d) else BatchNormReLU
+    fused = _with_the_state_of(norm, kind)
+    fused._folded = Folded(norm)  # type: ignore[assignment]
+    return fused
+
+
+def _with_the_state_of(old: nn.Module, kind: type[M]) -> M:
+    """Return a module of another class with the same parameters, buffers, submodules, hooks and attributes.
+
+    The dictionaries that hold them are shared, so that moving one module to a device moves the other.
+    """
+    new: Any = kind.__new__(kind)
+    vars(new).update(vars(old))
+    return new  # type: ignore[no-any-return]

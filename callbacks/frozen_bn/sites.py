@@ -1,0 +1,140 @@
+"""Where a model runs a frozen normalization into a ReLU, and how the fused forms get there and away again.
+
+Three kinds of places: torchvision's residual blocks; neighbours in an nn.Sequential; and two children of any other
+module that a symbolic trace of its forward shows to run one into the other, such as the stem of a ResNet.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import fx, nn
+
+from fasttrain.callbacks.frozen_bn.fold import why_not_frozen
+from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm
+from fasttrain.optimization import Change
+from fasttrain.surgery import Surgery, replace
+
+
+@dataclass(frozen=True)
+class FusedSite:
+    """A residual block, or a normalization with the ReLU behind it."""
+
+    path: str
+    module: nn.Module
+    relu_path: str | None = None
+    """Of the ReLU, which becomes nn.Identity; None for a block."""
+
+
+def fused_sites(model: nn.Module) -> list[FusedSite]:
+    """Return the places that can be fused. A module within a shared parent is named by the first of its paths."""
+    return [site for path, parent in model.named_modules() for site in _sites_in(path, parent)]
+
+
+class FrozenBNSurgery:
+    """Puts the fused forms to every site of a model, and the old modules back. The state dict stays as it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._surgery = Surgery(model)
+
+    def apply(self) -> list[Change]:
+        """Replace every site; return what changed."""
+        made: dict[int, nn.Module] = {}
+        changes = []
+        for site in fused_sites(self.model):
+            if site.relu_path is None:
+                new = made.setdefault(id(site.module), fused_block(site.module))
+            else:
+                new = fused_norm(site.module)
+                self._replace(site.relu_path, nn.Identity())
+            self._replace(site.path, new)
+            changes.append(Change(site.path, type(new).__name__))
+        return changes
+
+    def undo(self) -> None:
+        """Put the old modules back."""
+        self._surgery.undo()
+
+    def _replace(self, path: str, new: nn.Module) -> None:
+        self._surgery.replaced[path] = replace(self.model, path, new)
+
+
+def why_no_site(model: nn.Module) -> str:
+    """Return a sentence's worth of why a model has no site."""
+    reasons = [reason for module in model.modules() if (reason := why_not_frozen(module)) != ""]
+    name = type(model).__name__
+    if not reasons:
+        return f"{name} has no BatchNorm2d or FrozenBatchNorm2d"
+    counted = Counter(reason or "is frozen, but no ReLU is seen to follow" for reason in reasons)
+    texts = "; ".join(f"{count} that {reason}" for reason, count in counted.most_common())
+    return (
+        f"{name} has no frozen batch normalization that a ReLU follows in a torchvision residual block, an "
+        f"nn.Sequential or a forward that can be traced; of its normalizations there are {texts}"
+    )
+
+
+def _sites_in(path: str, parent: nn.Module) -> Iterator[FusedSite]:
+    if type(parent) in FUSED_BLOCKS.values():
+        return
+    for name, child in parent._modules.items():
+        if child is not None and _is_block(child):
+            yield FusedSite(_joined(path, name), child)
+    if not _is_block(parent):
+        for norm, relu in _pairs(parent):
+            child = parent._modules[norm]
+            assert child is not None
+            yield FusedSite(_joined(path, norm), child, _joined(path, relu))
+
+
+def _is_block(module: nn.Module) -> bool:
+    if type(module) not in FUSED_BLOCKS or not _is_relu(getattr(module, "relu", None)):
+        return False
+    return all(why_not_frozen(getattr(module, name)) is None for name in NORMS_OF_BLOCK[type(module)])
+
+
+def _pairs(parent: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the names of a parent's frozen normalizations and of the ReLU that each runs into."""
+    children = parent._modules
+    norms = [name for name, child in children.items() if child is not None and why_not_frozen(child) is None]
+    if not norms or not any(_is_relu(child) for child in children.values()):
+        return
+    if type(parent).forward is nn.Sequential.forward:
+        for norm, relu in pairwise(children):
+            if norm in norms and _is_relu(children[relu]):
+                yield norm, relu
+        return
+    yield from _traced_pairs(parent, norms)
+
+
+def _traced_pairs(parent: nn.Module, norms: list[str]) -> Iterator[tuple[str, str]]:
+    if isinstance(parent, pl.LightningModule):
+        return  # its forward is not all that runs its children
+    try:
+        nodes = list(_ChildrenAreLeaves().trace(parent).nodes)
+    except Exception:  # a forward that depends on values can't be traced, and may raise anything on trying
+        return
+    calls = Counter(node.target for node in nodes if node.op == "call_module")
+    for node in nodes:
+        if node.op != "call_module" or node.target not in norms or len(node.users) != 1:
+            continue
+        (user,) = node.users
+        is_relu = user.op == "call_module" and _is_relu(parent._modules.get(str(user.target)))
+        if is_relu and calls[node.target] == calls[user.target] == 1:
+            yield str(node.target), str(user.target)
+
+
+class _ChildrenAreLeaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _is_relu(module: Any) -> bool:
+    return type(module) is nn.ReLU and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
