@@ -6,11 +6,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-
-# Decided when a kernel's module is imported, so it is set before any test imports one.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import torch
+
+# Without a GPU Triton's kernels run in its interpreter, which is decided when a kernel's module is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 HERE = Path(__file__).parent
 SHARED_DATA = HERE.parent.parent / "shared" / "data"

@@ -37,16 +37,12 @@ def fold(norm: nn.Module) -> ScaleBias:
 def why_not_frozen(norm: nn.Module) -> str | None:
     """Return why a normalization can't be folded, or None if it can; '' for a module that is no normalization."""
     if isinstance(norm, FrozenBatchNorm2d) and type(norm).forward is FrozenBatchNorm2d.forward:
-        return "has hooks" if _has_hooks(norm) else None
+        return _why_not_passed_by(norm)
     if not isinstance(norm, nn.BatchNorm2d) or type(norm).forward is not nn.BatchNorm2d.forward:
         return ""
     if norm.running_mean is None or norm.running_var is None:
         return "has no running statistics"
-    if norm.training:
-        return "is in training mode"
-    if any(parameter.requires_grad for parameter in norm.parameters()):
-        return "has a weight or bias that trains"
-    return "has hooks" if _has_hooks(norm) else None
+    return _why_it_trains(norm) or _why_not_passed_by(norm)
 
 
 class Folded:
@@ -63,16 +59,17 @@ class Folded:
         Raises:
             OptimizationError: the normalization is not frozen any more.
         """
-        if isinstance(self.norm, nn.BatchNorm2d) and (reason := why_not_frozen(self.norm)):
+        if isinstance(self.norm, nn.BatchNorm2d) and (reason := _why_it_trains(self.norm)):
             raise OptimizationError(
-                f"frozen_bn: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused "
+                f"frozen_bn: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused now "
                 f"{reason}; keep it in eval mode with requires_grad=False, or leave frozen_bn out."
             )
-        if torch.compiler.is_compiling() or _is_capturing(self.norm):
-            # A compiler folds constants into its kernels; what a capture computes has no value yet.
-            return self._kept if self._kept is not None and not torch.compiler.is_compiling() else fold(self.norm)
+        if torch.compiler.is_compiling():
+            return fold(self.norm)  # some operations on C values, which go into the compiler's own kernels
         of = tuple(_identity(tensor) for tensor in _tensors(self.norm))
         if self._kept is None or of != self._of:
+            if _is_capturing(self.norm):
+                return fold(self.norm)  # has no value until the graph is replayed, so it can't be kept
             self._refresh()
             self._of = of
         assert self._kept is not None
@@ -108,8 +105,16 @@ def _is_capturing(norm: nn.Module) -> bool:
     return bool(variance.is_cuda) and torch.cuda.is_current_stream_capturing()
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    # They would not be called any more.
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def _why_it_trains(norm: nn.BatchNorm2d) -> str | None:
+    if norm.training:
+        return "is in training mode"
+    if any(parameter.requires_grad for parameter in norm.parameters()):
+        return "has a weight or bias that trains"
+    return None
+
+
+def _why_not_passed_by(module: nn.Module) -> str | None:
+    """Return why a module must be called as it is, where its forward would not be called any more."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "has hooks"
+    return "has a forward of its own" if "forward" in vars(module) else None

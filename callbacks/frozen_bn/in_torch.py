@@ -11,12 +11,13 @@ from fasttrain.callbacks.frozen_bn.fold import ScaleBias
 
 def scale_bias_relu(x: Tensor, folded: ScaleBias, z: Tensor | None, z_folded: ScaleBias | None) -> Tensor:
     """Return relu(x * scale + bias [+ z | + z * z_scale + z_bias]), computed in float32 or more."""
-    value = x * _per_channel(folded.scale) + _per_channel(folded.bias)
+    bias = folded.bias if z_folded is None else folded.bias + z_folded.bias
+    value = torch.addcmul(_per_channel(bias), x, _per_channel(folded.scale))
     if z is not None and z_folded is not None:
-        value = value + (z * _per_channel(z_folded.scale) + _per_channel(z_folded.bias))
+        value = value.addcmul_(z, _per_channel(z_folded.scale))
     elif z is not None:
-        value = value + z
-    return value.relu().to(result_dtype(x, z))
+        value = value.add_(z)
+    return value.relu_().to(result_dtype(x, z))
 
 
 def result_dtype(x: Tensor, z: Tensor | None) -> torch.dtype:

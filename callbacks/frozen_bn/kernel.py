@@ -111,7 +111,7 @@ def _channel_of(tile, inside, pixels, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.
     start = tile.to(tl.int64) * (VECTORS * WIDTH)
     if CHANNELS_LAST:
         channel = ((start % CHANNELS).to(tl.int32) + inside) % CHANNELS
-        if CHANNELS % WIDTH == 0:
+        if CHANNELS % 8 == 0:
             # A vector's channels are neighbours, which the compiler can't see behind the remainder.
             channel = tl.multiple_of(tl.max_contiguous(channel, [1, WIDTH]), [1, WIDTH])
     else:

@@ -94,7 +94,7 @@ def fused_norm(norm: nn.Module) -> nn.Module:
     """Return a frozen normalization with a ReLU behind it, around the same buffers."""
     kind = FrozenBatchNormReLU if isinstance(norm, FrozenBatchNorm2d) else BatchNormReLU
     fused = _with_the_state_of(norm, kind)
-    fused._folded = Folded(norm)  # type: ignore[assignment]
+    fused._folded = Folded(fused)  # type: ignore[assignment]
     return fused
 
 

@@ -4,6 +4,7 @@ Three kinds of places: torchvision's residual blocks; neighbours in an nn.Sequen
 module that a symbolic trace of its forward shows to run one into the other, such as the stem of a ResNet.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import fx, nn
 from fasttrain.callbacks.frozen_bn.fold import why_not_frozen
 from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm
 from fasttrain.optimization import Change
+from fasttrain.randomness import random_state_kept
 from fasttrain.surgery import Surgery, replace
 
 
@@ -91,7 +93,7 @@ def _sites_in(path: str, parent: nn.Module) -> Iterator[FusedSite]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if type(module) not in FUSED_BLOCKS or not _is_relu(getattr(module, "relu", None)):
+    if type(module) not in FUSED_BLOCKS or "forward" in vars(module) or not _is_relu(getattr(module, "relu", None)):
         return False
     return all(why_not_frozen(getattr(module, name)) is None for name in NORMS_OF_BLOCK[type(module)])
 
@@ -114,7 +116,8 @@ def _traced_pairs(parent: nn.Module, norms: list[str]) -> Iterator[tuple[str, st
     if isinstance(parent, pl.LightningModule):
         return  # its forward is not all that runs its children
     try:
-        nodes = list(_ChildrenAreLeaves().trace(parent).nodes)
+        with random_state_kept():
+            nodes = list(_ChildrenAreLeaves().trace(_copied_for_tracing(parent)).nodes)
     except Exception:  # a forward that depends on values can't be traced, and may raise anything on trying
         return
     calls = Counter(node.target for node in nodes if node.op == "call_module")
@@ -125,6 +128,14 @@ def _traced_pairs(parent: nn.Module, norms: list[str]) -> Iterator[tuple[str, st
         is_relu = user.op == "call_module" and _is_relu(parent._modules.get(str(user.target)))
         if is_relu and calls[node.target] == calls[user.target] == 1:
             yield str(node.target), str(user.target)
+
+
+def _copied_for_tracing(module: nn.Module) -> nn.Module:
+    """Return a module with the same children, to which a forward may assign as it likes."""
+    copied = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(copied)[name] = dict(vars(module)[name])
+    return copied
 
 
 class _ChildrenAreLeaves(fx.Tracer):
