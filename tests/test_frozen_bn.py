@@ -427,6 +427,37 @@ def test_blocks_through_the_kernels(monkeypatch: pytest.MonkeyPatch, block: Any)
         assert_close(gradient, wanted[1][key].double(), 1e-5)
 
 
+def test_a_block_with_a_hook_gives_the_whole_gradient_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(BasicBlock(4, 4, norm_layer=frozen_norm) for _ in range(2))).to(DEVICE)
+    kept: list[Tensor] = []
+    x = torch.randn(1, 4, 3, 3, device=DEVICE)
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    FrozenBNSurgery(net).apply()
+    net[0].register_forward_hook(keep)
+    run(net, x)
+    through_the_kernels(monkeypatch)
+    run(net, x)
+    plain, ours_ = (output.grad for output in kept)
+    assert plain is not None
+    assert ours_ is not None
+    torch.testing.assert_close(ours_, plain)
+
+
+def test_a_downsample_path_without_a_frozen_norm_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(BasicBlock(3, 4, downsample=nn.Conv2d(3, 4, 1), norm_layer=frozen_norm)).to(DEVICE)
+    x = torch.randn(1, 3, 3, 3, device=DEVICE)
+    wanted = run(net, x)
+    FrozenBNSurgery(net).apply()
+    through_the_kernels(monkeypatch)
+    torch.testing.assert_close(run(net, x), wanted)
+
+
 def test_a_block_used_twice_is_replaced_by_one_block() -> None:
     block = randomized(Bottleneck(8, 2, norm_layer=FrozenBatchNorm2d))
     model = nn.ModuleDict({"a": nn.Sequential(block, block), "b": block})
@@ -499,11 +530,11 @@ class OwnForward(FrozenBatchNorm2d):
     [
         (nn.Identity(), "Sequential has no BatchNorm2d or FrozenBatchNorm2d"),
         (OwnForward(3), "Sequential has no BatchNorm2d or FrozenBatchNorm2d"),
-        (nn.BatchNorm2d(3), "there are 1 that is in training mode"),
-        (nn.BatchNorm2d(3).eval(), "there are 1 that has a weight or bias that trains"),
-        (nn.BatchNorm2d(3, track_running_stats=False).eval(), "1 that has no running statistics"),
-        (with_hook(frozen_norm(3)), "1 that has hooks"),
-        (nn.Sequential(frozen_norm(3), nn.Sigmoid()), "1 that is frozen, but no ReLU is seen to follow"),
+        (nn.BatchNorm2d(3), "its normalizations are: 1 in training mode"),
+        (nn.BatchNorm2d(3).eval(), "are: 1 trainable in weight or bias"),
+        (nn.BatchNorm2d(3, track_running_stats=False).eval(), "1 without running statistics"),
+        (with_hook(frozen_norm(3)), "1 watched by hooks"),
+        (nn.Sequential(frozen_norm(3), nn.Sigmoid()), "1 frozen, with no ReLU seen to follow"),
     ],
 )
 def test_what_can_not_be_fused_is_left_alone_with_a_reason(norm: nn.Module, words: str) -> None:
@@ -519,8 +550,8 @@ def test_a_norm_that_begins_to_train_is_an_error() -> None:
     FrozenBNSurgery(model).apply()
     model(torch.randn(1, 3, 2, 2))
     for change, words in (
-        (model.train, "now is in training mode"),
-        (model.requires_grad_, "weight or bias that trains"),
+        (model.train, "is now in training mode"),
+        (model.requires_grad_, "is now trainable in weight or bias"),
     ):
         model.eval().requires_grad_(False)
         change()
@@ -549,6 +580,7 @@ def test_checkpoints_load_both_ways() -> None:
 def test_torch_compile_takes_the_fused_modules_whole() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), frozen_norm(4), nn.ReLU(), Bottleneck(4, 1, norm_layer=frozen_norm),
+                        eval_norm(4), nn.ReLU(),
                         BasicBlock(4, 4, norm_layer=frozen_norm))  # fmt: skip
     images = torch.randn(1, 3, 8, 8)
     FrozenBNSurgery(net).apply()

@@ -11,7 +11,7 @@ from torch import Tensor
 from fasttrain.callbacks.focal_loss.kernel import INTERPRETED, focal_loss_kernel, rescale_kernel
 
 VECTOR_BYTES = 16
-LARGEST_TILE_BYTES = 2**17
+LARGEST_ROW_BYTES = 2**16  # more would need more than the largest program's registers
 # Of a tile: narrow ones need as many registers for their addresses and targets as wide ones.
 MOST_VECTORS = 2048
 # An interpreted program takes a second: few of them, and more than one, so that tiles are dealt out.
@@ -87,11 +87,12 @@ def rescale(gradients: Sequence[Tensor], factor: Tensor, used: Tensor, expected:
         )
 
 
-def can_take(level: Tensor) -> bool:
+def can_take(logits: Tensor) -> bool:
     """Whether there is a kernel for these logits: 16 or 32 bits each, and an anchor's fit in a tile."""
     return (
-        level.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and level.shape[2] * level.element_size() <= LARGEST_TILE_BYTES // 2
+        (logits.device.type == "cuda" or INTERPRETED.value)
+        and logits.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and logits.shape[2] * logits.element_size() <= LARGEST_ROW_BYTES
     )
 
 

@@ -101,7 +101,8 @@ def _backbone(name: str) -> nn.Module:
     net = getattr(resnet, name)(weights=None, norm_layer=FrozenBatchNorm2d)
     for parameter_name, parameter in net.named_parameters():
         parameter.requires_grad_(parameter_name.startswith(TRAINED))
-    return IntermediateLayerGetter(net, {layer: layer for layer in TRAINED})
+    body: nn.Module = IntermediateLayerGetter(net, {layer: layer for layer in TRAINED})
+    return body
 
 
 def _step(
@@ -150,6 +151,6 @@ def _convolutions_floor_ms(name: str) -> float:
         model = _backbone(name)
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
-                module.register_forward_hook(count)  # type: ignore[arg-type]
+                module.register_forward_hook(count)
         model(torch.empty(BATCH, 3, SIDE, SIDE))
     return sum(seconds) * 1e3

@@ -53,6 +53,6 @@ class ScaleBiasReLU(torch.autograd.Function):
         dy, *rest = [g.contiguous(memory_format=memory_format) for g in gradients if g is not None] or [None]
         if dy is None:
             return (None,) * 7
-        wanted = [dtype if needed else None for dtype, needed in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)]
-        dx, dz = in_triton.backward(dy, rest[0] if rest else None, mask, scale, z_scale, *wanted)
+        dx_dtype, dz_dtype = (ctx.dtypes[i] if ctx.needs_input_grad[i] else None for i in range(2))
+        dx, dz = in_triton.backward(dy, rest[0] if rest else None, mask, scale, z_scale, dx_dtype, dz_dtype)
         return dx, dz, None, None, None, None, None

@@ -35,14 +35,14 @@ def fold(norm: nn.Module) -> ScaleBias:
 
 
 def why_not_frozen(norm: nn.Module) -> str | None:
-    """Return why a normalization can't be folded, or None if it can; '' for a module that is no normalization."""
+    """Return what a normalization is that can't be folded, None for one that can, '' for a module that is none."""
     if isinstance(norm, FrozenBatchNorm2d) and type(norm).forward is FrozenBatchNorm2d.forward:
-        return _why_not_passed_by(norm)
+        return why_not_passed_by(norm)
     if not isinstance(norm, nn.BatchNorm2d) or type(norm).forward is not nn.BatchNorm2d.forward:
         return ""
     if norm.running_mean is None or norm.running_var is None:
-        return "has no running statistics"
-    return _why_it_trains(norm) or _why_not_passed_by(norm)
+        return "without running statistics"
+    return _why_it_trains(norm) or why_not_passed_by(norm)
 
 
 class Folded:
@@ -61,8 +61,8 @@ class Folded:
         """
         if isinstance(self.norm, nn.BatchNorm2d) and (reason := _why_it_trains(self.norm)):
             raise OptimizationError(
-                f"frozen_bn: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused now "
-                f"{reason}; keep it in eval mode with requires_grad=False, or leave frozen_bn out."
+                f"frozen_bn: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused is "
+                f"now {reason}; keep it in eval mode with requires_grad=False, or leave frozen_bn out."
             )
         if torch.compiler.is_compiling():
             return fold(self.norm)  # some operations on C values, which go into the compiler's own kernels
@@ -107,14 +107,14 @@ def _is_capturing(norm: nn.Module) -> bool:
 
 def _why_it_trains(norm: nn.BatchNorm2d) -> str | None:
     if norm.training:
-        return "is in training mode"
+        return "in training mode"
     if any(parameter.requires_grad for parameter in norm.parameters()):
-        return "has a weight or bias that trains"
+        return "trainable in weight or bias"
     return None
 
 
-def _why_not_passed_by(module: nn.Module) -> str | None:
+def why_not_passed_by(module: nn.Module) -> str | None:
     """Return why a module must be called as it is, where its forward would not be called any more."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "has hooks"
-    return "has a forward of its own" if "forward" in vars(module) else None
+        return "watched by hooks"
+    return "patched in its forward" if "forward" in vars(module) else None

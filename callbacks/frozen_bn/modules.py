@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.ops import FrozenBatchNorm2d
 
-from fasttrain.callbacks.frozen_bn.fold import Folded, why_not_frozen
+from fasttrain.callbacks.frozen_bn.fold import Folded, why_not_frozen, why_not_passed_by
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu, twin
 
 M = TypeVar("M", bound=nn.Module)
@@ -17,29 +17,32 @@ class _FusedBlock:
 
     conv1: nn.Module
     downsample: nn.Module | None
+    _forward_hooks: Any
     _folded: dict[str, Folded]
     _shortcut: Folded | None
 
     def _prepare(self) -> None:
         named: dict[str, nn.Module] = dict(self.named_children())  # type: ignore[attr-defined]
         self._folded = {name: Folded(module) for name, module in named.items() if why_not_frozen(module) is None}
-        last = self.downsample[-1] if isinstance(self.downsample, nn.Sequential) and len(self.downsample) else None
-        plain = type(self.downsample) is nn.Sequential and not self.downsample._forward_hooks
-        self._shortcut = Folded(last) if last is not None and plain and why_not_frozen(last) is None else None
+        self._shortcut = None
+        if type(self.downsample) is nn.Sequential and why_not_passed_by(self.downsample) is None:
+            last = list(self.downsample)[-1:]
+            self._shortcut = Folded(last[0]) if last and why_not_frozen(last[0]) is None else None
 
     def _end(self, out: Tensor, norm: str, x: Tensor) -> Tensor:
         folded, z = self._folded[norm](), twin(x)
+        twice = not self._forward_hooks  # a hook may keep the output, and ask for all of its gradient
         if self.downsample is None:
-            return scale_bias_add_relu(out, folded, z, twice=True)
+            return scale_bias_add_relu(out, folded, z, twice=twice)
         if self._shortcut is None:
-            return scale_bias_add_relu(out, folded, self.downsample(z), twice=True)
+            return scale_bias_add_relu(out, folded, self.downsample(z), twice=twice)
         assert isinstance(self.downsample, nn.Sequential)
         for module in list(self.downsample)[:-1]:
             z = module(z)
-        return scale_bias_dual_relu(out, folded, z, self._shortcut(), twice=True)
+        return scale_bias_dual_relu(out, folded, z, self._shortcut(), twice=twice)
 
 
-class FusedBottleneck(_FusedBlock, Bottleneck):
+class FusedBottleneck(_FusedBlock, Bottleneck):  # type: ignore[misc]
     """torchvision's Bottleneck with three fused passes; made by `fused_from`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ class FusedBottleneck(_FusedBlock, Bottleneck):
         return self._end(self.conv3(out), "bn3", x)
 
 
-class FusedBasicBlock(_FusedBlock, BasicBlock):
+class FusedBasicBlock(_FusedBlock, BasicBlock):  # type: ignore[misc]
     """torchvision's BasicBlock with two fused passes; made by `fused_from`."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +61,7 @@ class FusedBasicBlock(_FusedBlock, BasicBlock):
         return self._end(self.conv2(out), "bn2", x)
 
 
-class FrozenBatchNormReLU(FrozenBatchNorm2d):
+class FrozenBatchNormReLU(FrozenBatchNorm2d):  # type: ignore[misc]
     """FrozenBatchNorm2d and the ReLU behind it; made by `fused_from`."""
 
     _folded: Folded

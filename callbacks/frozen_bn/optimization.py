@@ -111,7 +111,7 @@ def _compared(context: Context, batch: Any) -> tuple[float, float]:
         if isinstance(part, nn.BatchNorm2d) and why_not_frozen(part) is None:
             vars(part)["train"] = _stays_as_it_is  # the probe puts its copies into training mode
     if "channels_last" in context.asked_for:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.to(memory_format=torch.channels_last)
 
     def fuse(copied: pl.LightningModule, batch: Any) -> Any:
         FrozenBNSurgery(copied).apply()

@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import fx, nn
 
-from fasttrain.callbacks.frozen_bn.fold import why_not_frozen
+from fasttrain.callbacks.frozen_bn.fold import why_not_frozen, why_not_passed_by
 from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm
 from fasttrain.optimization import Change
 from fasttrain.randomness import random_state_kept
@@ -71,11 +71,11 @@ def why_no_site(model: nn.Module) -> str:
     name = type(model).__name__
     if not reasons:
         return f"{name} has no BatchNorm2d or FrozenBatchNorm2d"
-    counted = Counter(reason or "is frozen, but no ReLU is seen to follow" for reason in reasons)
-    texts = "; ".join(f"{count} that {reason}" for reason, count in counted.most_common())
+    counted = Counter(reason or "frozen, with no ReLU seen to follow" for reason in reasons)
+    texts = ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
     return (
         f"{name} has no frozen batch normalization that a ReLU follows in a torchvision residual block, an "
-        f"nn.Sequential or a forward that can be traced; of its normalizations there are {texts}"
+        f"nn.Sequential or a forward that can be traced; its normalizations are: {texts}"
     )
 
 
@@ -144,7 +144,7 @@ class _ChildrenAreLeaves(fx.Tracer):
 
 
 def _is_relu(module: Any) -> bool:
-    return type(module) is nn.ReLU and not module._forward_hooks and not module._forward_pre_hooks
+    return type(module) is nn.ReLU and why_not_passed_by(module) is None
 
 
 def _joined(path: str, name: str) -> str:
