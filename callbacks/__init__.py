@@ -4,6 +4,7 @@ from typing import Any
 
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
+from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.optimizers import LAMB, LARS, FusedOptimizers, FusedOptimizersOptimization, parameter_groups
 from fasttrain.callbacks.precision import PrecisionOptimization, fastest_precision
 from fasttrain.optimization import Optimization
@@ -11,6 +12,7 @@ from fasttrain.optimization import Optimization
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "channels_last": ChannelsLastOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
+    "focal_loss": FocalLossOptimization,
     "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
 }
@@ -24,6 +26,9 @@ __all__ = [
     "CapturedFunction",
     "ChannelsLast",
     "ChannelsLastOptimization",
+    "FocalLoss",
+    "FocalLossOptimization",
+    "FusedFocalLoss",
     "FusedOptimizers",
     "FusedOptimizersOptimization",
     "PrecisionOptimization",

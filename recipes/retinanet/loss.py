@@ -7,11 +7,12 @@ shapes never depend on the data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fasttrain.recipes.retinanet.matching import BETWEEN_THRESHOLDS
 
@@ -37,8 +38,31 @@ def focal_loss(
         alpha: weight of the foreground class of a matched anchor; all other classes weigh 1 - alpha.
         gamma: focusing exponent.
     """
-    foreground = matched >= 0
-    class_index = _take(labels, matched).clamp(min=0).unsqueeze(2)
+    return SigmoidFocalLoss(alpha, gamma)([logits], class_of_anchor(labels, matched))
+
+
+class SigmoidFocalLoss(nn.Module):
+    """`focal_loss` of logits level by level. An optimization that knows this role may put another in its place."""
+
+    fasttrain_role = "sigmoid_focal_loss"
+
+    def __init__(self, alpha: float, gamma: float) -> None:
+        super().__init__()
+        self.alpha, self.gamma = alpha, gamma
+
+    def forward(self, levels: Sequence[Tensor], targets: Int[Tensor, "B A"]) -> Float[Tensor, ""]:
+        """Return the loss of logits (B, anchors of the level, K), for targets from `class_of_anchor`."""
+        return _focal_loss(torch.cat(list(levels), dim=1), targets, self.alpha, self.gamma)
+
+
+def class_of_anchor(labels: Int[Tensor, "B M"], matched: Int[Tensor, "B A"]) -> Int[Tensor, "B A"]:
+    """Return the class index of each anchor's box; BACKGROUND and BETWEEN_THRESHOLDS stay what they are."""
+    return torch.where(matched >= 0, _take(labels, matched), matched)
+
+
+def _focal_loss(logits: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
+    foreground = targets >= 0
+    class_index = targets.clamp(min=0).unsqueeze(2)
     # The loss of a positive is that of a negative with the logit's sign turned and another weight. So the one logit
     # per foreground anchor is turned, and no dense one-hot target is needed.
     logits = logits.float()
@@ -46,7 +70,7 @@ def focal_loss(
     at_class = torch.where(foreground.unsqueeze(2), -at_class, at_class)
     negative = _focal(logits.scatter(2, class_index, at_class), gamma).sum(dim=2)
     weighted = (1 - alpha) * negative + torch.where(foreground, (2 * alpha - 1) * _focal(at_class, gamma).squeeze(2), 0)
-    return _per_foreground(torch.where(matched != BETWEEN_THRESHOLDS, weighted, 0), foreground)
+    return _per_foreground(torch.where(targets != BETWEEN_THRESHOLDS, weighted, 0), foreground)
 
 
 def box_loss(

@@ -5,6 +5,7 @@ Lin et al., "Focal Loss for Dense Object Detection" (arXiv 1708.02002), as run i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -16,7 +17,7 @@ from fasttrain.recipes.retinanet.anchors import level_anchors
 from fasttrain.recipes.retinanet.backbone import TRAINABLE_ORDER, build_backbone, check_levels
 from fasttrain.recipes.retinanet.detections import Detections, detect
 from fasttrain.recipes.retinanet.head import Head
-from fasttrain.recipes.retinanet.loss import box_loss, focal_loss
+from fasttrain.recipes.retinanet.loss import SigmoidFocalLoss, box_loss, class_of_anchor
 from fasttrain.recipes.retinanet.matching import match
 from fasttrain.recipes.retinanet.pretrained import first_version_name, load_pretrained
 
@@ -164,6 +165,7 @@ class RetinaNet(nn.Module):
         self.head = Head(
             config.fpn_channels, config.head_depth, config.head_norm == "group", anchors_per_cell, config.num_classes
         )
+        self.focal_loss = SigmoidFocalLoss(config.focal_alpha, config.focal_gamma)
         anchors = level_anchors(
             config.image_size, config.levels, config.anchor_sizes, config.scales_per_octave, config.aspect_ratios
         )
@@ -205,7 +207,7 @@ class RetinaNet(nn.Module):
 
     def loss(
         self,
-        predictions: RawPredictions,
+        predictions: RawPredictions | Sequence[RawPredictions],
         boxes: Float[Tensor, "B M 4"],
         labels: Int[Tensor, "B M"],
         matched: Int[Tensor, "B A"] | None = None,
@@ -215,7 +217,7 @@ class RetinaNet(nn.Module):
         Shapes are static and nothing waits for the device, so that a step can be captured.
 
         Args:
-            predictions: from `forward`.
+            predictions: from `forward` or, which saves a focal loss that takes levels a copy, `forward_levels`.
             boxes: ground truth, xyxy in pixels of the resized image, padded.
             labels: class indices, -1 for padding.
             matched: `matching.match` of these boxes, if it is done elsewhere.
@@ -223,9 +225,11 @@ class RetinaNet(nn.Module):
         config = self.config
         if matched is None:
             matched = match(self.anchors, boxes, labels, config.foreground_iou, config.background_iou)
+        levels = [predictions] if isinstance(predictions, RawPredictions) else predictions
+        deltas = torch.cat([level.box_deltas for level in levels], dim=1)
         return {
-            "cls_loss": focal_loss(predictions.cls_logits, labels, matched, config.focal_alpha, config.focal_gamma),
-            "box_loss": config.box_loss_weight * box_loss(predictions.box_deltas, self.anchors, boxes, matched),
+            "cls_loss": self.focal_loss([level.cls_logits for level in levels], class_of_anchor(labels, matched)),
+            "box_loss": config.box_loss_weight * box_loss(deltas, self.anchors, boxes, matched),
         }
 
     def detect(self, predictions: RawPredictions) -> Detections:

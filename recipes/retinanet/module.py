@@ -49,7 +49,7 @@ class RetinaNetTraining(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the summed loss. Nothing in here waits for the device but Lightning's logging."""
-        losses = self.model.loss(self.model(batch["images"]), batch["boxes"], batch["labels"])
+        losses = self.model.loss(self.model.forward_levels(batch["images"]), batch["boxes"], batch["labels"])
         loss = torch.stack(list(losses.values())).sum()
         self.log_dict({"loss": loss.detach(), **{name: value.detach() for name, value in losses.items()}})
         return loss
