@@ -5,6 +5,7 @@ from typing import Any
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
+from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.optimizers import LAMB, LARS, FusedOptimizers, FusedOptimizersOptimization, parameter_groups
 from fasttrain.callbacks.precision import PrecisionOptimization, fastest_precision
 from fasttrain.optimization import Optimization
@@ -13,6 +14,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "channels_last": ChannelsLastOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
     "focal_loss": FocalLossOptimization,
+    "frozen_bn": FrozenBNOptimization,
     "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
 }
@@ -28,7 +30,9 @@ __all__ = [
     "ChannelsLastOptimization",
     "FocalLoss",
     "FocalLossOptimization",
+    "FrozenBNOptimization",
     "FusedFocalLoss",
+    "FusedFrozenBN",
     "FusedOptimizers",
     "FusedOptimizersOptimization",
     "PrecisionOptimization",

@@ -253,9 +253,7 @@ def test_batches_that_are_all_different_are_told_of() -> None:
 
     made = [(x, y, [f"{index}.jpg"]) for index, (x, y) in enumerate(batches(60).made)]
     graph = CUDAGraphStep(stand_in=True)
-    with pytest.warns(
-        UserWarning, match=r"signature: batch\[2\]\[0\] is '30.jpg', then '31.jpg'; leave out of"
-    ):
+    with pytest.warns(UserWarning, match=r"signature: batch\[2\]\[0\] is '30.jpg', then '31.jpg'; leave out of"):
         fit(OfFiles(), Batches(made), graph, max_epochs=2)
     assert len(graph.pool.tallies) == 32
 

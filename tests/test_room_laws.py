@@ -57,7 +57,7 @@ class Module(pl.LightningModule):
             nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Dropout(0.2),
             nn.Flatten(), nn.LayerNorm(8 * 36), nn.Linear(8 * 36, 4),
         )  # fmt: skip
-        self.net[1].eval()
+        self.net[1].eval().requires_grad_(False)
         self.focal_loss = LossOfLevels()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -5,6 +5,7 @@ the statistics as constants), in float32 whatever the input's dtype. Source of t
 submissions of RetinaNet and Mask R-CNN.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class Folded:
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
         self._kept: ScaleBias | None = None
-        self._of: tuple[Any, ...] = ()
+        self._of: tuple[tuple[Tensor | None, int, int], ...] = ()
 
     def __call__(self) -> ScaleBias:
         """Return them.
@@ -66,14 +67,21 @@ class Folded:
             )
         if torch.compiler.is_compiling():
             return fold(self.norm)  # some operations on C values, which go into the compiler's own kernels
-        of = tuple(_identity(tensor) for tensor in _tensors(self.norm))
-        if self._kept is None or of != self._of:
+        tensors = _tensors(self.norm)
+        if self._kept is None or not self._are_unchanged(tensors):
             if _is_capturing(self.norm):
                 return fold(self.norm)  # has no value until the graph is replayed, so it can't be kept
             self._refresh()
-            self._of = of
+            self._of = tuple((tensor, *_state(tensor)) for tensor in tensors)
         assert self._kept is not None
         return self._kept
+
+    def _are_unchanged(self, tensors: Sequence[Tensor | None]) -> bool:
+        # Done for each normalization in every step, so by little more than identities.
+        for tensor, (known, version, address) in zip(tensors, self._of, strict=True):
+            if tensor is not known or (version, address) != _state(tensor):
+                return False
+        return True
 
     def _refresh(self) -> None:
         # Made by a validation in inference mode, they could not be saved for a backward later.
@@ -89,15 +97,19 @@ class Folded:
 
 
 def _tensors(norm: nn.Module) -> tuple[Tensor | None, ...]:
-    frozen: Any = norm
-    return frozen.weight, frozen.bias, frozen.running_mean, frozen.running_var
+    buffers, parameters = norm._buffers, norm._parameters
+    affine: Any = buffers if "weight" in buffers else parameters
+    return affine["weight"], affine["bias"], buffers["running_mean"], buffers["running_var"]
 
 
-def _identity(tensor: Tensor | None) -> Any:
+def _state(tensor: Tensor | None) -> tuple[int, int]:
+    """Return what another value, written in place or by `.data`, would change of a tensor."""
     if tensor is None:
-        return None
-    version = -1 if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr(), tensor.dtype, tensor.device
+        return 0, 0
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # made in inference mode, it counts no versions
+        return -1, tensor.data_ptr()
 
 
 def _is_capturing(norm: nn.Module) -> bool:

@@ -38,7 +38,7 @@ def focal_loss(
         alpha: weight of the foreground class of a matched anchor; all other classes weigh 1 - alpha.
         gamma: focusing exponent.
     """
-    return SigmoidFocalLoss(alpha, gamma)([logits], class_of_anchor(labels, matched))
+    return SigmoidFocalLoss(alpha, gamma).forward([logits], class_of_anchor(labels, matched))
 
 
 class SigmoidFocalLoss(nn.Module):
