@@ -20,7 +20,7 @@ from torchmetrics import Metric
 
 from fasttrain.errors import OptimizationError
 
-HOOKS = (
+STEP_HOOKS = (
     "training_step",
     "on_before_zero_grad",
     "optimizer_zero_grad",
@@ -91,7 +91,7 @@ class StepResults(_ResultCollection):
         """Make the sums for all values known so far, outside of a capture."""
         self.settle()
         for key, metric in self.items():
-            if not (metric.is_tensor and metric.meta.on_epoch and metric.meta.fx in HOOKS):
+            if not (metric.is_tensor and metric.meta.on_epoch and metric.meta.fx in STEP_HOOKS):
                 continue
             # One made for an earlier graph stays, or that graph would add to a sum that nobody reads.
             if key not in self._sums or self._sums[key].device != metric.value.device:
@@ -113,7 +113,7 @@ class StepResults(_ResultCollection):
     def before_replay(self) -> None:
         """Do what `self.log` does at the first step of an epoch, and have the sums start from Lightning's values."""
         if self._connector._first_loop_iter is not False:
-            for hook in {metric.meta.fx for metric in self.values()}.intersection(HOOKS):
+            for hook in {metric.meta.fx for metric in self.values()}.intersection(STEP_HOOKS):
                 self.reset(metrics=False, fx=hook)
         if not self._sums_are_loaded:
             self.load()
@@ -126,7 +126,7 @@ class StepResults(_ResultCollection):
             if self._pending is not None and self._pending.keys() != logs.keys():
                 self.settle()
             self._pending = logs
-            self._connector._current_fx = HOOKS[0]
+            self._connector._current_fx = STEP_HOOKS[0]
         self._pending_steps += 1
         for key in self._sums:
             if key in logs:

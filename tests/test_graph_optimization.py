@@ -4,11 +4,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from graph_fits import Small, batches
+from graph_fits import Small, batches, fit
 from torch import Tensor
 
 from fasttrain.callbacks.cuda_graph_step import CUDAGraphStepConfig, CUDAGraphStepOptimization
 from fasttrain.environment import Hardware
+from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Context, Refuses
 
 GPU = Hardware("gpu", "cuda:0", "NVIDIA H200", 16, (9, 0), 150 * 10**9)
@@ -44,6 +45,24 @@ def test_it_applies_on_an_nvidia_gpu() -> None:
     answer = verdict(Small(), GPU)
     assert answer == Applies("the whole step captured after 3 eager steps, and checked against an eager one")
     assert "forward and backward captured after 5" in verdict(Small(), GPU, scope="fwd_bwd", warm_up=5).note  # type: ignore[union-attr]
+
+
+class Reads(pl.Callback):
+    """Looks at the gradients on the host: what only the Trainer's list of callbacks tells."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+def test_a_hook_that_only_the_trainer_knows_is_named_in_the_error() -> None:
+    optimization = CUDAGraphStepOptimization(CUDAGraphStepConfig())
+    optimization.callback.stand_in = True
+    with pytest.warns(UserWarning, match="steps run eagerly, since Reads.on_after_backward"):
+        fit(Small(), batches(4), optimization.callback, callbacks=[Reads()])
+    with pytest.raises(
+        OptimizationError, match=r"^cuda_graph_step was to be applied and can't be, since Reads.on_after"
+    ):
+        optimization.applied()
 
 
 def test_it_refuses_with_what_would_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,8 @@ class CUDAGraphStep(pl.Callback):
         self.pool: GraphPool[StepGraph] = self._make_pool(1)
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self.refusal: str | None = None
+        """Why nothing is captured, where that was clear before the first step."""
         self._short_path: ShortPath | None = None
         self._put_precision_back: Any = None
 
@@ -64,6 +66,7 @@ class CUDAGraphStep(pl.Callback):
             return
         decision = decide(trainer, pl_module, self.config.scope, self.config.trusted)
         if decision.scope is None:
+            self.refusal = decision.reason
             self._fail(decision.reason)
             return
         optimizer = self._prepare_optimizer(trainer) if decision.scope == "step" else None

@@ -9,6 +9,7 @@ import torch
 from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import why_no_step_can_be_captured
+from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
 
 
@@ -41,7 +42,16 @@ class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
         return Attachment(callbacks=[self.callback])
 
     def applied(self) -> Sequence[Change]:
-        """Return what is captured."""
+        """Return what is captured.
+
+        Raises:
+            OptimizationError: nothing is, for a reason that showed only with the Trainer: a hook, the strategy.
+        """
+        if self.callback.refusal is not None:
+            raise OptimizationError(
+                f"cuda_graph_step was to be applied and can't be, since {self.callback.refusal}. Leave it out: "
+                "optimizations.cuda_graph_step=false."
+            )
         return self.callback.changes
 
     def outcome(self) -> Sequence[Table]:

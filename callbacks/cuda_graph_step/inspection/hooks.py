@@ -14,19 +14,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import changed_between_steps, inspect_hook
 from fasttrain.callbacks.cuda_graph_step.inspection.user_code import plain_function
 from fasttrain.callbacks.cuda_graph_step.inspection.walk import Changed, Finding, Inspection
+from fasttrain.step_results import STEP_HOOKS
 
-CAPTURED_HOOKS: Final = (
-    "training_step",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
-"""What Lightning calls within a step, in its order. No callback of Lightning 2.6 overrides one of these by itself."""
+CAPTURED_HOOKS: Final = STEP_HOOKS
+"""What Lightning calls within a step. No callback of Lightning 2.6 overrides one of these by itself."""
 
 OUTSIDE_HOOKS: Final = (
     "on_before_batch_transfer",
