@@ -1,5 +1,6 @@
-"""Recipe + Plan -> lightning.Trainer. Every reach into a Lightning internal lives in this module.
+"""Recipe + Plan -> lightning.Trainer. Reaches into Lightning's internals live here.
 
+Those on the path of a batch through a step are in `epoch_loop`, `short_path` and `step_results`.
 Written against Lightning 2.6; `tests/test_trainer.py` fails when one of these internals changes its shape.
 """
 
@@ -7,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
+from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.config import TrainerConfig
 from fasttrain.errors import ConfigError, OptimizationError
@@ -128,6 +132,28 @@ def changes_only_layout(trainer: pl.Trainer) -> bool:
     transforms = vars(trainer.strategy).get("_fasttrain_transforms") or []
     is_patched = "batch_to_device" in vars(trainer.strategy)
     return (not is_patched or bool(transforms)) and all(getattr(t, "changes_only_layout", False) for t in transforms)
+
+
+def build_ddp_on(trainer: pl.Trainer, stream: torch.cuda.Stream) -> None:
+    """Have Lightning's DDP strategy wrap the model on a stream that is known; asked for before the model is set up.
+
+    DDP makes the nodes that accumulate gradients, and they go on running on the stream on which it was built: a step is
+    captured on that stream or not at all. Lightning builds on a side stream that it makes for this alone.
+    """
+    if not isinstance(trainer.strategy, DDPStrategy):
+        return
+    strategy: Any = trainer.strategy
+
+    def setup_model(model: Any) -> DistributedDataParallel:
+        device_ids = strategy.determine_ddp_device_ids()
+        current = torch.cuda.current_stream(strategy.root_device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            wrapped = DistributedDataParallel(module=model, device_ids=device_ids, **strategy._ddp_kwargs)
+        current.wait_stream(stream)
+        return wrapped
+
+    strategy._setup_model = setup_model
 
 
 def validation_is_due(trainer: pl.Trainer) -> bool:

@@ -24,7 +24,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult, _Autom
 from lightning.pytorch.loops.progress import _OptimizationProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric, _Sync
@@ -60,6 +60,7 @@ STOOD_ON: list[tuple[Callable[..., Any], str, str]] = [
     (call._call_callback_hooks, "0bee2b23eee9", PATH),
     (call._call_lightning_module_hook, "0a706bc0e6b0", PATH),
     (Strategy.batch_to_device, "072533b1ef61", "short_path.transfer_is_plain"),
+    (DDPStrategy._setup_model, "b4dafbb12123", "trainer.build_ddp_on"),
     (_LoggerConnector.on_batch_start, "a8f50674c358", READS),
     (_LoggerConnector.on_batch_end, "c34078075c27", READS),
     (_LoggerConnector.update_train_step_metrics, "c2edca18347f", READS),

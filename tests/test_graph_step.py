@@ -518,3 +518,25 @@ def test_gradients_that_stay_after_the_step(options: dict[str, Any]) -> None:
     assert norms.seen == expected.seen
     assert graph.pool.hits > 10
     assert not graph.step
+
+
+def test_clipping_by_value() -> None:
+    ours, plain = same_start(Small)
+    options: dict[str, Any] = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    graph = CUDAGraphStep(stand_in=True)
+    assert_same_state(fit(ours, batches(12), graph, **options), fit(plain, batches(12), **options))
+    assert graph.pool.hits > 10
+
+
+def test_a_plateau_scheduler_steps_on_what_was_logged() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.5)
+        return {"scheduler": scheduler, "monitor": "mean_loss"}
+
+    ours, plain = same_start(lambda: Small(schedule=plateau))
+    graph, kept, expected = CUDAGraphStep(stand_in=True), Kept(), Kept()
+    ours_trainer = fit(ours, batches(8), graph, callbacks=[kept], max_epochs=5)
+    assert_same_state(ours_trainer, fit(plain, batches(8), callbacks=[expected], max_epochs=5))
+    assert kept.rates == expected.rates
+    assert len(set(kept.rates)) > 2, "the learning rate was reduced"
+    assert graph.pool.captures == 1

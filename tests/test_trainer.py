@@ -1,12 +1,15 @@
 """Every reach into a Lightning internal, checked against what Lightning does: these fail when an internal changes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -388,3 +391,43 @@ def test_a_wrong_logger(item: Any, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         reach.make_loggers([item], "x")
     assert str(caught.value) == sentence
+
+
+def test_ddp_is_built_on_the_given_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for streams: what runs on a stream is in its list, and each waits for the other."""
+    running: list[Any] = []
+    built: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.waited_for = name, list[str]()
+
+        def wait_stream(self, other: Any) -> None:
+            self.waited_for.append(other.name)
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        running.append(stream)
+        yield
+        running.remove(stream)
+
+    current, ours = Stream("current"), Stream("ours")
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
+    monkeypatch.setattr("torch.cuda.stream", on)
+    monkeypatch.setattr(
+        reach, "DistributedDataParallel", lambda **arguments: built.append((arguments, list(running))) or "wrapped"
+    )
+    strategy = DDPStrategy(find_unused_parameters=False, bucket_cap_mb=50)
+    strategy.parallel_devices = [torch.device("cuda", 1)]
+    monkeypatch.setattr(DDPStrategy, "local_rank", 0)
+    trainer: Any = SimpleNamespace(strategy=strategy)
+    reach.build_ddp_on(trainer, ours)  # type: ignore[arg-type]
+    module = nn.Linear(1, 1)
+    assert strategy._setup_model(module) == "wrapped"
+    options = {"find_unused_parameters": False, "bucket_cap_mb": 50}
+    assert built == [({"module": module, "device_ids": [1], **options}, [ours])]
+    assert ours.waited_for == ["current"]
+    assert current.waited_for == ["ours"]
+    plain: Any = SimpleNamespace(strategy=SingleDeviceStrategy("cpu"))
+    reach.build_ddp_on(plain, ours)  # type: ignore[arg-type]
+    assert "_setup_model" not in vars(plain.strategy)

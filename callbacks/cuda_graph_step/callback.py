@@ -3,6 +3,8 @@
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
@@ -12,12 +14,12 @@ from fasttrain.callbacks.cuda_graph_step.loss_scaler import DeviceGradScaler, ta
 from fasttrain.callbacks.cuda_graph_step.optimizer.capturable import CapturableOptimizer, cycles_momentum
 from fasttrain.callbacks.cuda_graph_step.padding import PadToSizes
 from fasttrain.callbacks.cuda_graph_step.pool import GraphPool
-from fasttrain.callbacks.cuda_graph_step.recording import EagerRecorder, recorder_for
+from fasttrain.callbacks.cuda_graph_step.recording import CudaRecorder, EagerRecorder, Recorder, recorder_for
 from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, Key, StepGraph, StepOptions
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.short_path import ShortPath, overrides
-from fasttrain.trainer import transform_batches
+from fasttrain.trainer import build_ddp_on, transform_batches
 
 WARM_UP_OF_DDP = 11
 """Eager steps that DDP needs before a capture, to settle its buckets (PyTorch's notes on CUDA graphs)."""
@@ -52,9 +54,15 @@ class CUDAGraphStep(pl.Callback):
         """Why nothing is captured, where that was clear before the first step."""
         self._short_path: ShortPath | None = None
         self._put_precision_back: Any = None
+        self._recorder: CudaRecorder | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Have inputs padded, if asked for."""
+        """Have inputs padded, if asked for, and DDP built on the stream on which the step will be captured."""
+        device = trainer.strategy.root_device
+        captures = device.type == "cuda" and not self.stand_in
+        if stage == "fit" and captures and isinstance(trainer.strategy, DDPStrategy):
+            self._recorder = CudaRecorder(device)
+            build_ddp_on(trainer, self._recorder.stream)
         if stage == "fit" and self.config.pad is not None:
             transform_batches(trainer, PadToSizes(self.config.pad, lambda: trainer.training))
 
@@ -83,7 +91,7 @@ class CUDAGraphStep(pl.Callback):
         keeps = self.config.keep_gradients or _somebody_reads_gradients(trainer, pl_module)
         self.step = GraphedStep(
             trainer,
-            EagerRecorder() if self.stand_in else recorder_for(device),
+            self._recorder_of(device),
             optimizer,
             self.pool,
             StepOptions(self.config.checks, keeps),
@@ -144,6 +152,11 @@ class CUDAGraphStep(pl.Callback):
         warm_up = self.config.warm_up if world_size == 1 else max(self.config.warm_up, WARM_UP_OF_DDP)
         return GraphPool(self.config.max_graphs, warm_up, self.config.eager_first)
 
+    def _recorder_of(self, device: torch.device) -> Recorder:
+        if self.stand_in:
+            return EagerRecorder()
+        return self._recorder if self._recorder is not None else recorder_for(device)
+
     def _release(self) -> None:
         if self._short_path is not None:
             self._short_path.put_back()
@@ -151,7 +164,7 @@ class CUDAGraphStep(pl.Callback):
             self.step.release()
         if self._put_precision_back is not None:
             self._put_precision_back()
-        self._short_path = self.step = self._put_precision_back = None
+        self._short_path = self.step = self._put_precision_back = self._recorder = None
 
     def _fail(self, reason: str) -> None:
         if self.config.on_failure == "error":
