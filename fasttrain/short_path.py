@@ -22,6 +22,7 @@ from torch import Tensor
 from fasttrain.batches import OpaqueLeaf, Signature, flatten
 from fasttrain.clock import RunClock
 from fasttrain.epoch_loop import DelegatedOptimization, Outputs, Window
+from fasttrain.overriding import overridden
 from fasttrain.trainer import changes_only_layout
 
 SECONDS_BETWEEN_DRAWS = 0.1
@@ -205,15 +206,15 @@ class ShortPath:
     def _find_hooks(self) -> None:
         callbacks: Any = self.trainer.callbacks
         module = self.trainer.lightning_module
-        starting = [c.on_train_batch_start for c in callbacks if overrides(c, "on_train_batch_start", pl.Callback)]
-        ending = [(c, c.on_train_batch_end) for c in callbacks if overrides(c, "on_train_batch_end", pl.Callback)]
+        starting = [c.on_train_batch_start for c in callbacks if overridden(c, "on_train_batch_start")]
+        ending = [(c, c.on_train_batch_end) for c in callbacks if overridden(c, "on_train_batch_end")]
         bars = [c for c, _ in ending if _is_lightnings_bar(c)]
         self._start_hooks = starting
         self._end_hooks = [(c in bars, hook) for c, hook in ending]
         self._has_bars = bool(bars)
         self._batches_between_draws = max(1, *(int(bar.refresh_rate) for bar in bars)) if bars else 1
-        self._module_starts = overrides(module, "on_train_batch_start", pl.LightningModule)
-        self._module_ends = overrides(module, "on_train_batch_end", pl.LightningModule)
+        self._module_starts = overridden(module, "on_train_batch_start")
+        self._module_ends = overridden(module, "on_train_batch_end")
         # A start hook may change the batch, what the step has built in, or whether there is a step; any hook may keep
         # the batch. Then it is brought to the device first, and a graph is looked for after the start hooks.
         strangers_start = self._module_starts or any(not _keeps_nothing(hook) for hook in starting)
@@ -239,21 +240,11 @@ class _named:
         self.attributes["_current_fx_name"] = self.before
 
 
-def overrides(owner: Any, hook: str, base: type) -> bool:
-    """Whether an object's hook is not the one of Lightning's base class; one set on the instance counts.
-
-    False for one set to None, which Lightning doesn't call.
-    """
-    function = getattr(owner, hook)
-    return callable(function) and getattr(function, "__func__", function) is not getattr(base, hook)
-
-
 def transfer_is_plain(trainer: Any) -> bool:
     """Whether a batch reaches the device as it is, so that it may be copied straight into static inputs."""
-    module, data = trainer.lightning_module, trainer.datamodule
     strategy: Any = trainer.strategy
-    owners = [(module, pl.LightningModule)] + ([(data, pl.LightningDataModule)] if data is not None else [])
-    if any(overrides(owner, hook, base) for owner, base in owners for hook in TRANSFER_HOOKS):
+    owners = (trainer.lightning_module, trainer.datamodule)
+    if any(overridden(owner, hook) for owner in owners for hook in TRANSFER_HOOKS):
         return False
     if type(trainer.precision_plugin).convert_input is not Precision.convert_input:
         return False

@@ -22,10 +22,10 @@ from fasttrain.callbacks.cuda_graph_step.inspection.hooks import (
     OUTSIDE_HOOKS,
     HookVerdict,
     outside_hooks,
-    overridden,
     reads_gradients,
     step_hooks,
 )
+from fasttrain.overriding import overridden
 
 
 def refusal(trainer: pl.Trainer, module: pl.LightningModule) -> HookVerdict:

@@ -18,7 +18,8 @@ from fasttrain.callbacks.cuda_graph_step.recording import CudaRecorder, EagerRec
 from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, Key, StepGraph, StepOptions
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
-from fasttrain.short_path import ShortPath, overrides
+from fasttrain.overriding import overridden
+from fasttrain.short_path import ShortPath
 from fasttrain.trainer import build_ddp_on, transform_batches
 
 WARM_UP_OF_DDP = 11
@@ -178,8 +179,8 @@ class CUDAGraphStep(pl.Callback):
 
 
 def _somebody_reads_gradients(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    owners: list[tuple[Any, type]] = [(module, pl.LightningModule), *((c, pl.Callback) for c in trainer.callbacks)]  # type: ignore[attr-defined]
-    ends = [(owner.on_train_batch_end, owner) for owner, base in owners if overrides(owner, "on_train_batch_end", base)]
+    owners: list[Any] = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    ends = [(owner.on_train_batch_end, owner) for owner in owners if overridden(owner, "on_train_batch_end")]
     return any(reads_gradients(function, owner, module) for function, owner in ends)
 
 

@@ -1,11 +1,9 @@
 """Which of the user's hooks lie inside of a captured step and may stay there, and which are called around it."""
 
-import inspect
 import linecache
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -14,23 +12,20 @@ from lightning.pytorch.strategies import DDPStrategy
 from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import changed_between_steps, inspect_hook
 from fasttrain.callbacks.cuda_graph_step.inspection.user_code import plain_function
 from fasttrain.callbacks.cuda_graph_step.inspection.walk import Changed, Finding, Inspection
+from fasttrain.overriding import overridden
+from fasttrain.short_path import TRANSFER_HOOKS
 from fasttrain.step_results import STEP_HOOKS
 
 CAPTURED_HOOKS: Final = STEP_HOOKS
 """What Lightning calls within a step. No callback of Lightning 2.6 overrides one of these by itself."""
 
 OUTSIDE_HOOKS: Final = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-    "on_after_batch_transfer",
+    *TRANSFER_HOOKS,
     "on_train_batch_start",
     "lr_scheduler_step",
     "on_train_batch_end",
 )
 """What it calls for each batch around the step, in its order."""
-
-TRANSFER_HOOKS: Final = OUTSIDE_HOOKS[:3]
-BASES: Final = (pl.LightningModule, pl.Callback, pl.LightningDataModule)
 
 
 @dataclass(frozen=True)
@@ -92,19 +87,6 @@ def outside_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, 
         if owners:
             found[hook] = tuple(owners)
     return found
-
-
-def overridden(owner: object, hook: str) -> bool:
-    """Whether an owner's hook is another function than that of Lightning's base class; one set on the instance counts.
-
-    False for a hook that the owner doesn't have, or that was set to None, which Lightning doesn't call.
-    """
-    function = getattr(owner, hook, None)
-    if not callable(function):
-        return False
-    while isinstance(function, (MethodType, partial)):
-        function = function.__func__ if isinstance(function, MethodType) else function.func
-    return function not in _base_functions(hook)
 
 
 def reads_gradients(function: Any, owner: object, module: pl.LightningModule | None = None) -> bool:
@@ -172,9 +154,3 @@ def _code(function: Any) -> CodeType | None:
 def _place(function: Any) -> tuple[str, int]:
     code = _code(function)
     return ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
-
-
-@cache
-def _base_functions(hook: str) -> tuple[Any, ...]:
-    functions = (inspect.getattr_static(base, hook, None) for base in BASES)
-    return tuple(function for function in functions if function is not None)
