@@ -1,12 +1,12 @@
 """Counts samples and seconds while a run goes on, and checks that the plan's optimizations really acted."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
 
+from fasttrain.batches import tensors_in
 from fasttrain.clock import PARTS, RunClock
 from fasttrain.errors import OptimizationError
 from fasttrain.plan import Plan
@@ -122,19 +122,5 @@ class RunRecorder(pl.Callback):
 
 def samples_in(batch: Any) -> int:
     """Return the rows of the first tensor found in a batch; 1 for a batch without tensors."""
-    tensor = _first_tensor(batch)
+    tensor = next(tensors_in(batch), None)
     return int(tensor.shape[0]) if tensor is not None and tensor.dim() else 1
-
-
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    if isinstance(batch, torch.Tensor):
-        return batch
-    parts: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        parts = list(batch.values())
-    elif isinstance(batch, (list, tuple)):
-        parts = batch
-    for part in parts:
-        if (found := _first_tensor(part)) is not None:
-            return found
-    return None
