@@ -153,7 +153,6 @@ class CapturedFunction:
     def _replay(self, graph: _Graph) -> Any:
         for optimizer in self.optimizers:
             optimizer.upload()
-        result = graph.recording.outputs
         if self.check and not graph.is_checked:
             graph.is_checked = True
             result = self._replay_and_check(graph)

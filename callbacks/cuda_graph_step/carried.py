@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from fasttrain.callbacks.cuda_graph_step.host_state import PLAIN, tensor_attributes
-from fasttrain.callbacks.cuda_graph_step.host_state import _attributes as own_attributes
+from fasttrain.callbacks.cuda_graph_step.host_state import PLAIN, own_attributes, tensor_attributes
 from fasttrain.errors import OptimizationError
 
 MOST_LOOKED_AT = 20_000

@@ -24,15 +24,10 @@ class Decision:
 
 
 def why_no_step_can_be_captured(module: pl.LightningModule, trusted: Collection[str] = ()) -> str | None:
-    """Return why a module's `training_step` can't be captured, as far as its code tells; None if nothing speaks
-    against it."""
-    name = type(module).__name__
-    if not module.automatic_optimization:
-        return (
-            f"{name} optimizes by itself (automatic_optimization=False); capture its parts with "
-            "fasttrain.callbacks.cuda_graph_step.CapturedFunction inside of training_step"
-        )
-    if f"{name}.training_step" in trusted:
+    """Return why a module's `training_step` can't be captured, as far as its code tells without a Trainer, or None."""
+    if (reason := _why_not_automatic(module)) is not None:
+        return reason
+    if f"{type(module).__name__}.training_step" in trusted:
         return None
     found = frozen_reads(module.training_step, module) or host_effects(module.training_step, module)
     return found[0].sentence if found else None
@@ -40,7 +35,7 @@ def why_no_step_can_be_captured(module: pl.LightningModule, trusted: Collection[
 
 def decide(trainer: pl.Trainer, module: pl.LightningModule, scope: Scope, trusted: Collection[str]) -> Decision:
     """Return how much of the step is captured, from what the user asked for and what stands against it."""
-    if reason := _why_nothing(trainer, module, trusted):
+    if reason := _why_not_automatic(module) or _why_not_with(trainer):
         return Decision(None, reason)
     refused = [verdict for verdict in step_hooks(trainer, module, trusted) if not verdict.captured]
     inside = [verdict for verdict in refused if verdict.hook not in AROUND_THE_OPTIMIZER]
@@ -53,9 +48,16 @@ def decide(trainer: pl.Trainer, module: pl.LightningModule, scope: Scope, truste
     return Decision("step")
 
 
-def _why_nothing(trainer: pl.Trainer, module: pl.LightningModule, trusted: Collection[str]) -> str | None:
-    if reason := why_no_step_can_be_captured(module, trusted):
-        return reason
+def _why_not_automatic(module: pl.LightningModule) -> str | None:
+    if module.automatic_optimization:
+        return None
+    return (
+        f"{type(module).__name__} optimizes by itself (automatic_optimization=False); capture its parts with "
+        "fasttrain.callbacks.cuda_graph_step.CapturedFunction inside of training_step"
+    )
+
+
+def _why_not_with(trainer: pl.Trainer) -> str | None:
     strategy = trainer.strategy
     if type(strategy) not in (SingleDeviceStrategy, DDPStrategy):
         return (
@@ -65,5 +67,5 @@ def _why_nothing(trainer: pl.Trainer, module: pl.LightningModule, trusted: Colle
     if torch.is_anomaly_enabled():
         return "anomaly detection looks at every gradient on the host; set detect_anomaly=False"
     if len(trainer.optimizers) != 1 or isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        return f"{type(module).__name__} has no single optimizer that takes one step a batch"
+        return f"{type(trainer.lightning_module).__name__} has no single optimizer that takes one step a batch"
     return None

@@ -63,7 +63,7 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """
     return {
         path: _as_held(value)
-        for path, owner, name, value in _attributes(module)
+        for path, owner, name, value in own_attributes(module)
         if isinstance(value, (*PLAIN, *CONTAINERS)) and not is_bookkeeping(owner, name)
     }
 
@@ -76,7 +76,7 @@ def tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
     """
     found = {
         path: value
-        for path, _, _, value in _attributes(module)
+        for path, _, _, value in own_attributes(module)
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     }
     return found | dict(module.named_buffers(remove_duplicate=False))
@@ -110,7 +110,8 @@ def is_bookkeeping(owner: nn.Module, name: str) -> bool:
     return name.startswith("_") and isinstance(owner, Metric)
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield path, owner, name and value of what hangs on a module and its submodules, the framework's own left out."""
     own = _framework_names()
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""

@@ -54,7 +54,6 @@ class GraphPool(Generic[G]):
         self.tallies: dict[Hashable, Tally] = {}
         self.warm_steps = 0
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
-        self._seen: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -85,9 +84,8 @@ class GraphPool(Generic[G]):
 
     def is_due(self, key: Hashable) -> bool:
         """Whether the key has been seen often enough to be captured now."""
-        if self.warm_steps < self.warm_up or self._seen.get(key, 0) < self.eager_first:
-            return False
-        return not self.is_thrashing
+        seen = self.tallies[key].eager if key in self.tallies else 0
+        return self.warm_steps >= self.warm_up and seen >= self.eager_first and not self.is_thrashing
 
     @property
     def is_thrashing(self) -> bool:
@@ -107,7 +105,6 @@ class GraphPool(Generic[G]):
     def count_eager(self, key: Hashable) -> None:
         """Note that a step of this key ran eagerly."""
         self.warm_steps += 1
-        self._seen[key] = self._seen.get(key, 0) + 1
         self.tallies.setdefault(key, Tally()).eager += 1
 
     def add(self, key: Hashable, graph: G) -> None:
