@@ -540,3 +540,36 @@ def test_a_plateau_scheduler_steps_on_what_was_logged() -> None:
     assert kept.rates == expected.rates
     assert len(set(kept.rates)) > 2, "the learning rate was reduced"
     assert graph.pool.captures == 1
+
+
+class CountingSteps(torch.optim.Optimizer):
+    """Counts its steps in Python, as optimizers outside of torch do; a graph would have the first count built in."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(parameter.grad / state["step"])
+
+
+def test_a_captured_function_refuses_an_optimizer_that_a_replay_would_not_advance() -> None:
+    torch.manual_seed(0)
+    net, other = nn.Linear(8, 4), nn.Linear(8, 4)
+    other.load_state_dict(net.state_dict())
+    ours, plain = CountingSteps(net.parameters()), CountingSteps(other.parameters())
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return reference(lambda batch: nn.functional.cross_entropy(net(batch[0]), batch[1]), ours, (x, y))
+
+    with pytest.warns(UserWarning, match="CapturedFunction: calls run eagerly, since CountingSteps's state 'step' is"):
+        captured = CapturedFunction(step, optimizers=ours, module=net, stand_in=True)
+    for x, y in batches(8).made:
+        captured(x, y)
+        reference(lambda batch: nn.functional.cross_entropy(other(batch[0]), batch[1]), plain, (x, y))
+    assert captured.pool.hits == captured.pool.captures == 0
+    assert torch.equal(net.weight, other.weight)

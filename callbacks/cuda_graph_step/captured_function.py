@@ -52,7 +52,7 @@ class CapturedFunction:
     Args:
         function: of any inputs (tensors in any structure, and values) to tensors in any structure.
         optimizers: every optimizer that it steps, torch's or Lightning's; their learning rates may change between
-            calls. One whose step can't be captured is refused at the first call.
+            calls. With one whose step can't be captured every call runs eagerly, and a warning says why.
         device: of the inputs; that of the optimizers' first parameter if left out.
         precision: the trainer's precision plugin, if the function steps through it under 16-mixed.
         warm_up: eager calls before the first capture.
@@ -96,6 +96,10 @@ class CapturedFunction:
         self._recorder = EagerRecorder() if stand_in else recorder_for(self.device)
         self._generations = [optimizer.generation for optimizer in self.optimizers]
         self._put_precision_back = take_over_precision(precision) if precision is not None else None
+        if reason := next(filter(None, (optimizer.problem() for optimizer in self.optimizers)), None):
+            self.release()
+            self.optimizers = []
+            self._give_up(reason, stacklevel=3)
 
     def __call__(self, *inputs: Any) -> Any:
         """Return what the function returns for these inputs; static tensors once it is replayed."""
@@ -195,10 +199,10 @@ class CapturedFunction:
         self._give_up(f"a replay is not what the eager call computes: {verdict.unexplained}")
         return result[0]
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, stacklevel: int = 4) -> None:
         self.failure = reason
         self.pool.clear()
-        warnings.warn(f"CapturedFunction: calls run eagerly, since {reason}.", stacklevel=4)
+        warnings.warn(f"CapturedFunction: calls run eagerly, since {reason}.", stacklevel=stacklevel)
 
     def _state(self) -> dict[str, Tensor]:
         module = self.module
