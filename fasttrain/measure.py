@@ -163,6 +163,28 @@ def time_ms(call: Callable[[], Any], device: torch.device | str, *, warmup: int 
     return Timing(*summarize(sample_ms(call, device, warmup=warmup, repeats=repeats)))
 
 
+def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], None]:
+    """Return what replays `call` as a CUDA graph, captured after some calls on a side stream.
+
+    Raises:
+        RuntimeError: the call does what can't be captured; torch says what.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(call: Callable[[], Any] = call) -> None:  # holds what the graph reads and writes
+        graph.replay()
+
+    return replay
+
+
 # Lightning's mixed precisions and the type that autocast uses for them.
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -171,11 +193,17 @@ class StepProbe:
     """Runs a module's training step outside of a Trainer, on copies, to compare ways of doing it.
 
     Each variant works on deep copies, on the device that the run will use; the module, the batch and the global random
-    state are left as they were. `self.log` in the step does nothing.
+    state are left as they were. `self.log` in the step does nothing. Modules stay in training or evaluation mode, as
+    they do in a fit.
+
+    Args:
+        in_graph: Time replays of the step as a CUDA graph, where it can be captured: without the launches, which a run
+            that replays its step does not pay either.
     """
 
-    def __init__(self, module: pl.LightningModule, batch: Any, device: str) -> None:
+    def __init__(self, module: pl.LightningModule, batch: Any, device: str, in_graph: bool = False) -> None:
         self.module, self.batch, self.device = module, batch, torch.device(device)
+        self.in_graph = in_graph and self.device.type == "cuda"
 
     def __call__(self, *arguments: Any, **options: Any) -> Timing:
         """Return median and spread of `sample_ms`, which takes the same arguments."""
@@ -212,8 +240,11 @@ class StepProbe:
         """
         plain: list[float] = []
         prepared: list[float] = []
+        in_graph = self.in_graph
         for times, variant in ((plain, None), (prepared, prepare), (prepared, prepare), (plain, None)):
             times += self.sample_ms(variant, autocast, repeats=4)
+        if in_graph != self.in_graph:
+            return self.compare(prepare, autocast)  # one of them could not be captured, so neither is
         return Timing(*summarize(plain)), Timing(*summarize(prepared))
 
     def _sample_ms(
@@ -227,7 +258,7 @@ class StepProbe:
             torch.cuda.init()  # before that its random state can't be kept
         with random_state_kept(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # Lightning warns that `self.log` has no Trainer, which is the point here
-            module = copy.deepcopy(self.module).to(self.device).train()
+            module = copy.deepcopy(self.module).to(self.device)
             batch = pl.utilities.move_data_to_device(copy.deepcopy(self.batch), self.device)
             if prepare is not None:
                 batch = prepare(module, batch)
@@ -240,7 +271,15 @@ class StepProbe:
                 loss.backward()
                 module.zero_grad()
 
-            return sample_ms(step, self.device, warmup=warmup, repeats=repeats)
+            call = self._replayed(step) if self.in_graph else step
+            return sample_ms(call, self.device, warmup=warmup, repeats=repeats)
+
+    def _replayed(self, step: Callable[[], None]) -> Callable[[], None]:
+        try:
+            return captured(step)
+        except RuntimeError:
+            self.in_graph = False
+            return step
 
 
 def _columns() -> list[str]:

@@ -82,6 +82,13 @@ class Surgery:
         self.replaced.clear()
 
 
+def why_not_passed_by(module: nn.Module) -> str | None:
+    """Return why a module must be called as it is, where its forward would not be called any more; None if not."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "watched by hooks"
+    return "patched in its forward" if "forward" in vars(module) else None
+
+
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     # A module's extra state may be anything.
     return {key: tuple(getattr(value, "shape", ())) for key, value in module.state_dict().items()}

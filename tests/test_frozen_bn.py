@@ -31,7 +31,7 @@ from fasttrain.callbacks.frozen_bn import (
 )
 from fasttrain.callbacks.frozen_bn.modules import FrozenBatchNormReLU, FusedBasicBlock, FusedBottleneck
 from fasttrain.callbacks.frozen_bn.reference import TOLERANCE, normalized, reference
-from fasttrain.callbacks.frozen_bn.sites import fused_sites
+from fasttrain.callbacks.frozen_bn.sites import FrozenBNPatches
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
 from fasttrain.measure import StepProbe
@@ -507,7 +507,7 @@ class Stem(nn.Module):
 )
 def test_a_traced_forward_says_whether_a_relu_follows(kind: str, found: int) -> None:
     model = nn.ModuleDict({"stem": Stem(kind)})
-    assert len(fused_sites(model)) == found
+    assert len(FrozenBNPatches().sites(model)) == found
     assert model["stem"].calls == 0, "tracing leaves it as it was"
     x = torch.randn(2, 3, 4, 4)
     wanted = model["stem"](x)
@@ -538,11 +538,10 @@ class OwnForward(FrozenBatchNorm2d):
     ],
 )
 def test_what_can_not_be_fused_is_left_alone_with_a_reason(norm: nn.Module, words: str) -> None:
-    from fasttrain.callbacks.frozen_bn.sites import why_no_site
 
     model = nn.Sequential(norm, nn.ReLU())
     assert FrozenBNSurgery(model).apply() == []
-    assert words in why_no_site(model)
+    assert words in FrozenBNPatches().why_no_site(model)
 
 
 def test_a_norm_that_begins_to_train_is_an_error() -> None:
@@ -663,7 +662,9 @@ def test_it_applies_where_it_measures_faster_and_asks_for_channels_last(monkeypa
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     probe_times(monkeypatch, 10.0, 9.9)
-    assert check(Classifier()) == Refuses("not faster here: 9.9 ms a step against 10 (+1%, at least +2% wanted)")
+    slower = "not faster here: 9.9 ms a step against 10 (+1%, at least +2% wanted)"
+    assert check(Classifier()) == Refuses(f"{slower}; made for channels_last, which is not asked for")
+    assert check(Classifier(), asked=frozenset({"channels_last"})) == Refuses(slower)
     assert check(Classifier(), least_gain=0.005).note.startswith("2 sites; measured 9.9")
     assert check(Classifier(nn.ReLU())) == Refuses("Classifier has no BatchNorm2d or FrozenBatchNorm2d")
     assert check(Classifier(), example=False).reason.endswith("set optimizations.frozen_bn.measure=false to trust")

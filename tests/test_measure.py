@@ -124,7 +124,8 @@ class Module(pl.LightningModule):
 
 
 def test_a_probe_leaves_everything_as_it_was() -> None:
-    module = Module().eval()
+    module = Module()
+    module.net[1].eval()  # a frozen part, which a fit does not put into training mode either
     batch = {"x": torch.ones(3, 4)}
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     state = random_state()
@@ -132,7 +133,7 @@ def test_a_probe_leaves_everything_as_it_was() -> None:
 
     def prepare(copied: pl.LightningModule, copied_batch: Any) -> Any:
         seen.append(copied)
-        assert copied.training
+        assert [part.training for part in copied.net] == [True, False, True]
         assert torch.equal(copied_batch["x"], torch.ones(3, 4)), "each variant begins with the batch as it was"
         return copied_batch
 
@@ -143,7 +144,7 @@ def test_a_probe_leaves_everything_as_it_was() -> None:
     assert seen[0] is not seen[1] is not module
     assert seen[0].steps == 3
     assert module.steps == 0
-    assert not module.training
+    assert [part.training for part in module.net] == [True, False, True]
     assert all(parameter.grad is None for parameter in module.parameters())
     for name, value in module.state_dict().items():
         assert torch.equal(value, weights[name])

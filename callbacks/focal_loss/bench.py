@@ -10,7 +10,7 @@ from torchvision.models.detection.retinanet import RetinaNetClassificationHead
 
 from fasttrain.bench import Case
 from fasttrain.callbacks.focal_loss.loss import FocalLoss
-from fasttrain.measure import Row, make_row, sample_ms
+from fasttrain.measure import Row, captured, make_row, sample_ms
 from fasttrain.recipes.retinanet.loss import focal_loss as of_recipe
 
 # MLPerf Training v2.0, RetinaNet: images of 800 x 800, nine anchors a cell at strides 8 to 128, 264 classes.
@@ -57,7 +57,7 @@ def _gpu_rows(case: str, dtype: torch.dtype, anchors: tuple[int, ...], with_one_
     work = _Work(torch.device("cuda"), dtype, 16, anchors, CLASSES)
     note = str(dtype).removeprefix("torch.")
     yield work.row(case, "ours", work.ours(), note)
-    yield work.row(case, "ours_graph", _captured(work.ours()), f"{note}, replays of a CUDA graph")
+    yield work.row(case, "ours_graph", captured(work.ours()), f"{note}, replays of a CUDA graph")
     yield work.row(case, "ours_scaled", work.ours((LOSS_SCALE,)), f"{note}, under a loss scale of {LOSS_SCALE:.0f}")
     yield work.row(
         case, "ours_unexpected", work.ours((1.0, 2.0)), f"{note}, the gradient of the loss is never the last one"
@@ -131,15 +131,3 @@ class _Work:
         loss.backward()
         for level in self.levels:
             level.grad = None
-
-
-def _captured(step: Step) -> Step:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay

@@ -27,8 +27,8 @@ class Tiling:
     """Of a tile's logits: 128 for each thread, which keeps the registers at 80."""
     warps: int = 4
     """Of a program, for a tile of `tile_bytes`."""
-    programs: int = 6
-    """On each multiprocessor."""
+    programs: int = 48
+    """On each multiprocessor; more than run at once, so that the slower ones are left fewer tiles."""
     terms: int = 2
     """Of log(1 + u)'s series, for 16-bit logits; float32 takes 4."""
     registers: int | None = None

@@ -105,7 +105,7 @@ def focal_loss_kernel(
             # Ignored anchors are not read: whatever is there, NaN too, has neither loss nor gradient.
             wanted = (target_of_vector >= -1)[:, None]
             logit = tl.load(logits_at + inside_tile, mask=wanted, other=float("-inf")).to(tl.float32)
-            loss, slope = _background(logit, gamma, SQUARE, TERMS)
+            loss, slope = _background(logit, gamma, SQUARE, TERMS, PAIRED=True)
             if not BACKWARD:
                 background_sum += tl.sum(loss, axis=1) * (weight * (1 - alpha) * LN2)
             if WITH_GRADIENT:
@@ -114,8 +114,9 @@ def focal_loss_kernel(
             if has_foreground:
                 if not IN_PLACE:
                     own = tl.load(logits_at + own_class, mask=is_class, other=0).to(tl.float32)
-                taken_as_background, _ = _background(own, gamma, SQUARE, TERMS)
-                own_loss, own_slope = _background(-own, gamma, SQUARE, TERMS)
+                # A thread may have one of these alone, and Triton would pair it with whatever is in a register.
+                taken_as_background, _ = _background(own, gamma, SQUARE, TERMS, PAIRED=False)
+                own_loss, own_slope = _background(-own, gamma, SQUARE, TERMS, PAIRED=False)
                 if not BACKWARD:
                     correction = (own_loss * alpha - taken_as_background * (1 - alpha)) * (weight * LN2)
                     # A class that is none of the K must not pass for background, and nothing can be raised from here.
@@ -166,15 +167,15 @@ def _pick(values, i):
 
 
 @triton.jit
-def _background(x, gamma, SQUARE: tl.constexpr, TERMS: tl.constexpr):
+def _background(x, gamma, SQUARE: tl.constexpr, TERMS: tl.constexpr, PAIRED: tl.constexpr):
     """Return L(x) / ln 2 and its derivative sigmoid(x)^gamma (gamma (1 - sigmoid(x)) softplus(x) + sigmoid(x)).
 
     -inf gives zeros, inf gives inf, NaN gives NaN: a loss scaler has to see them. The derivative is right up to
-    1e15.
+    1e15. PAIRED if each thread has an even number of elements.
     """
     y = x * LOG2E
     u = _exp2(tl.minimum(y, HIGHEST_EXPONENT))
-    complement = _reciprocal(1.0 + u)
+    complement = _reciprocal(1.0 + u, PAIRED)
     p = u * complement
     softplus = _log2(1.0 + u)
     # The approximate log2 is off by up to 2^-22 near 1, and 1 + u is rounded: too much for a small u.
@@ -211,10 +212,12 @@ def _log2(x):
 
 
 @triton.jit
-def _reciprocal(x):
-    """Return 1 / x for x from 1 to 2^62: two at a time, 1 / a = b (1 / (a b)), since multiplying is cheaper."""
+def _reciprocal(x, PAIRED: tl.constexpr):
+    """Return 1 / x for x from 1 to 2^62: PAIRED, two at a time, 1 / a = b (1 / (a b)), since multiplying is cheaper."""
     if INTERPRETED:
         y = 1.0 / x
+    elif not PAIRED:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         y = tl.inline_asm_elementwise(
             "{ .reg .f32 r; mul.ftz.f32 r, $2, $3; rcp.approx.ftz.f32 r, r;"

@@ -56,7 +56,7 @@ def sigmoid_focal_loss(
     if targets.dtype != torch.int32:
         targets = targets.long()
     targets = targets if targets.stride(1) == 1 else targets.contiguous()
-    foreground = (targets >= 0).sum(dim=1)
+    foreground = (targets >= 0).sum(dim=1, dtype=torch.int32)
     if expected is None:
         expected = torch.ones((), device=targets.device)
     wants_gradient = torch.is_grad_enabled() and any(level.requires_grad for level in rows)

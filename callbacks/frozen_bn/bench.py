@@ -14,7 +14,7 @@ from fasttrain.callbacks.frozen_bn.fold import ScaleBias
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu
 from fasttrain.callbacks.frozen_bn.reference import reference
 from fasttrain.callbacks.frozen_bn.sites import FrozenBNSurgery
-from fasttrain.measure import Row, make_row, sample_ms
+from fasttrain.measure import Row, captured, make_row, sample_ms
 
 BATCH, SIDE = 16, 800
 # Of a large bf16 matrix product on random data, and of a large copy, on the H200 that the GPU rows come from.
@@ -55,7 +55,7 @@ def backbone(name: str) -> Iterator[Row]:
             forward: Any = torch.compile(model) if "compile" in variant else model
             step = _step(model, forward, images, dtype)
             if variant.endswith("graph"):
-                step = _captured(step)
+                step = captured(step)
             times = sample_ms(step, "cuda", warmup=5, repeats=30)
             yield make_row("frozen_bn", case, variant, "fwd_bwd_ms", "ms", times, "channels_last, autocast")
         note = "convolutions alone, each at 790 TFLOP/s or 4.3 TB/s"
@@ -120,19 +120,6 @@ def _step(
         torch.autograd.backward(features, gradients)
 
     return step
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _convolutions_floor_ms(name: str) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.errors import OptimizationError
+from fasttrain.surgery import why_not_passed_by
 
 
 class ScaleBias(NamedTuple):
@@ -123,10 +124,3 @@ def _why_it_trains(norm: nn.BatchNorm2d) -> str | None:
     if any(parameter.requires_grad for parameter in norm.parameters()):
         return "trainable in weight or bias"
     return None
-
-
-def why_not_passed_by(module: nn.Module) -> str | None:
-    """Return why a module must be called as it is, where its forward would not be called any more."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "watched by hooks"
-    return "patched in its forward" if "forward" in vars(module) else None

@@ -7,89 +7,63 @@ module that a symbolic trace of its forward shows to run one into the other, suc
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 from torch import fx, nn
 
-from fasttrain.callbacks.frozen_bn.fold import why_not_frozen, why_not_passed_by
+from fasttrain.callbacks.frozen_bn.fold import why_not_frozen
 from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm
-from fasttrain.optimization import Change
+from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
 from fasttrain.randomness import random_state_kept
-from fasttrain.surgery import Surgery, replace
+from fasttrain.surgery import why_not_passed_by
 
 
-@dataclass(frozen=True)
-class FusedSite:
-    """A residual block, or a normalization with the ReLU behind it."""
+class FrozenBNPatches(ModulePatches):
+    """The sites: residual blocks, and a normalization with the ReLU behind it."""
 
-    path: str
-    module: nn.Module
-    relu_path: str | None = None
-    """Of the ReLU, which becomes nn.Identity; None for a block."""
+    room = "frozen_bn"
+
+    def sites(self, model: nn.Module) -> list[PatchSite]:
+        """Return the places that are not fused yet."""
+        return [site for path, parent in model.named_modules() for site in _sites_in(path, parent)]
+
+    def why_no_site(self, model: nn.Module) -> str:
+        """Count the model's normalizations by what they lack."""
+        reasons = [reason for module in model.modules() if (reason := why_not_frozen(module)) != ""]
+        name = type(model).__name__
+        if not reasons:
+            return f"{name} has no BatchNorm2d or FrozenBatchNorm2d"
+        counted = Counter(reason or "frozen, with no ReLU seen to follow" for reason in reasons)
+        texts = ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
+        return (
+            f"{name} has no frozen batch normalization that a ReLU follows in a torchvision residual block, an "
+            f"nn.Sequential or a forward that can be traced; its normalizations are: {texts}"
+        )
 
 
-def fused_sites(model: nn.Module) -> list[FusedSite]:
-    """Return the places that can be fused. A module within a shared parent is named by the first of its paths."""
-    return [site for path, parent in model.named_modules() for site in _sites_in(path, parent)]
-
-
-class FrozenBNSurgery:
+class FrozenBNSurgery(PatchSurgery):
     """Puts the fused forms to every site of a model, and the old modules back. The state dict stays as it is."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._surgery = Surgery(model)
-
-    def apply(self) -> list[Change]:
-        """Replace every site; return what changed."""
-        made: dict[int, nn.Module] = {}
-        changes = []
-        for site in fused_sites(self.model):
-            if site.relu_path is None:
-                new = made.setdefault(id(site.module), fused_block(site.module))
-            else:
-                new = fused_norm(site.module)
-                self._replace(site.relu_path, nn.Identity())
-            self._replace(site.path, new)
-            changes.append(Change(site.path, type(new).__name__))
-        return changes
-
-    def undo(self) -> None:
-        """Put the old modules back."""
-        self._surgery.undo()
-
-    def _replace(self, path: str, new: nn.Module) -> None:
-        self._surgery.replaced[path] = replace(self.model, path, new)
+        super().__init__(model, FrozenBNPatches())
 
 
-def why_no_site(model: nn.Module) -> str:
-    """Return a sentence's worth of why a model has no site."""
-    reasons = [reason for module in model.modules() if (reason := why_not_frozen(module)) != ""]
-    name = type(model).__name__
-    if not reasons:
-        return f"{name} has no BatchNorm2d or FrozenBatchNorm2d"
-    counted = Counter(reason or "frozen, with no ReLU seen to follow" for reason in reasons)
-    texts = ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
-    return (
-        f"{name} has no frozen batch normalization that a ReLU follows in a torchvision residual block, an "
-        f"nn.Sequential or a forward that can be traced; its normalizations are: {texts}"
-    )
-
-
-def _sites_in(path: str, parent: nn.Module) -> Iterator[FusedSite]:
+def _sites_in(path: str, parent: nn.Module) -> Iterator[PatchSite]:
     if type(parent) in FUSED_BLOCKS.values():
         return
     for name, child in parent._modules.items():
         if child is not None and _is_block(child):
-            yield FusedSite(_joined(path, name), child)
+            yield PatchSite(_joined(path, name), child, partial(fused_block, child))
     if not _is_block(parent):
         for norm, relu in _pairs(parent):
-            child = parent._modules[norm]
-            assert child is not None
-            yield FusedSite(_joined(path, norm), child, _joined(path, relu))
+            first, second = parent._modules[norm], parent._modules[relu]
+            assert first is not None
+            assert second is not None
+            plain = nn.Sequential(first, second)
+            yield PatchSite(_joined(path, norm), plain, partial(fused_norm, first), (_joined(path, relu),))
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -1,0 +1,262 @@
+"""What rooms that put a fused form in the place of a model's modules have in common.
+
+A room says where its sites are (`ModulePatches`). From that come the replacement, which can be undone (`PatchSurgery`),
+the Lightning callback (`PatchCallback`) and the plan's door (`PatchOptimization`), which measures before it believes.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from fasttrain.choices import Decision
+from fasttrain.errors import OptimizationError
+from fasttrain.measure import AUTOCAST, StepProbe, ms_text
+from fasttrain.optimization import Applies, Attachment, Change, Context, Grade, Optimization, Refuses, Stage, Verdict
+from fasttrain.site_key import room_text
+from fasttrain.surgery import Surgery, replace
+
+
+@dataclass(frozen=True)
+class PatchSite:
+    """One place of a model where a fused form can be."""
+
+    path: str
+    """Of the module that is replaced; what it is called with is the site's input."""
+    plain: nn.Module
+    """What computes the same today, as one module around the model's own parameters."""
+    fused: Callable[[], nn.Module]
+    """Makes what goes to `path`: the same parameters under the same state-dict names."""
+    passed_by: tuple[str, ...] = ()
+    """Paths of modules whose work the fused form does too, the ReLU behind for instance: they become nn.Identity."""
+
+
+class ModulePatches(ABC):
+    """Where a room's fused forms can be in a model."""
+
+    room: ClassVar[str]
+
+    @abstractmethod
+    def sites(self, model: nn.Module) -> list[PatchSite]:
+        """Return the sites that are not fused yet, without changing anything.
+
+        A module within a shared parent is named by the first of its paths.
+        """
+
+    @abstractmethod
+    def why_no_site(self, model: nn.Module) -> str:
+        """Return a sentence's worth of why a model has no site, beginning with the model's name."""
+
+
+class PatchSurgery:
+    """Puts a room's fused forms to the sites of a model, and the old modules back. The state dict stays as it is."""
+
+    def __init__(self, model: nn.Module, patches: ModulePatches) -> None:
+        self.model, self.patches = model, patches
+        self._surgery = Surgery(model)
+
+    def apply(self, only: Collection[str] | None = None) -> list[Change]:
+        """Replace every site, or those at the paths `only`; return what changed.
+
+        One module at several paths is replaced by one, so that it stays shared.
+        """
+        made: dict[int, nn.Module] = {}
+        changes = []
+        for site in self.patches.sites(self.model):
+            if only is not None and site.path not in only:
+                continue
+            old = self.model.get_submodule(site.path)
+            if id(old) not in made:
+                made[id(old)] = site.fused()
+            new = made[id(old)]
+            for path in site.passed_by:
+                self._replace(path, nn.Identity())
+            self._replace(site.path, new)
+            changes.append(Change(site.path, type(new).__name__))
+        return changes
+
+    def undo(self) -> None:
+        """Put the old modules back, with the parameters as they are by then."""
+        self._surgery.undo()
+
+    def _replace(self, path: str, new: nn.Module) -> None:
+        self._surgery.replaced.setdefault(path, replace(self.model, path, new))
+
+
+class PatchCallback(pl.Callback):
+    """Puts a room's fused forms into the module before its optimizer is made; `undo()` puts the old modules back.
+
+    Raises:
+        OptimizationError: at `setup`, when the model has no site.
+    """
+
+    def __init__(self, patches: ModulePatches) -> None:
+        self.patches = patches
+        self.only: frozenset[str] | None = None
+        """Paths to act on; None for every site."""
+        self.changes: list[Change] = []
+        self._surgeries: list[PatchSurgery] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Replace the modules."""
+        surgery = PatchSurgery(pl_module, self.patches)
+        changes = surgery.apply(self.only)
+        # At a second stage, or with a second Trainer, they are replaced already.
+        if not changes and not any(done.model is pl_module for done in self._surgeries):
+            raise OptimizationError(f"{self.patches.room}: {self.patches.why_no_site(pl_module)}; leave it out.")
+        if changes:
+            self.changes = changes
+            self._surgeries.append(surgery)
+
+    def undo(self) -> None:
+        """Put the old modules back, in every module that this callback has changed."""
+        for surgery in reversed(self._surgeries):
+            surgery.undo()
+        self._surgeries.clear()
+
+
+class MeasuredConfig(Protocol):
+    """What the configuration of a `PatchOptimization` has, beside what is its own."""
+
+    @property
+    def measure(self) -> bool:
+        """Whether to time the step with and without first, on this machine."""
+
+    @property
+    def least_gain(self) -> float:
+        """The share of step time that must be saved."""
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """How a fused form decides."""
+
+    measure: bool = True
+    """Time the training step with and without first, on this machine, and refuse where it is not faster."""
+    least_gain: float = 0.02
+    """The share of step time that must be saved; below it the difference is noise."""
+
+
+C = TypeVar("C", bound=MeasuredConfig)
+
+
+class PatchOptimization(Optimization[C]):
+    """The plan's door of a room with patches: applies where there are sites and the step measures faster."""
+
+    stage: ClassVar[Stage] = Stage.MODEL
+    grade: ClassVar[Grade] = "same numbers"
+    after: ClassVar[frozenset[str]] = frozenset({"channels_last"})
+    for_channels_last: ClassVar[bool] = False
+    """Whether the fused form is made for channels_last, which a verdict then recommends."""
+
+    def __init__(self, config: C) -> None:
+        super().__init__(config)
+        self.callback = self.make_callback()
+
+    @abstractmethod
+    def make_callback(self) -> PatchCallback:
+        """Return the room's callback for this configuration."""
+
+    def check(self, context: Context) -> Verdict:
+        """Refuse where there is nothing to fuse, or where it measures no faster.
+
+        A site that `fasttrain tune` has measured is decided by that; for the others the step is timed.
+        """
+        patches = self.callback.patches
+        self.callback.only = None
+        sites = patches.sites(context.module)
+        if not sites:
+            return Refuses(patches.why_no_site(context.module))
+        layout = "; made for channels_last, which is not asked for" if self._lacks_channels_last(context) else ""
+        if not self.config.measure:
+            return Applies(f"{len(sites)} sites; not measured, as asked{layout}")
+        decision = self._decision(context, sites)
+        if decision is None:
+            return self._by_the_step(context, [site.path for site in sites], layout)
+        return self._by_the_sites(context, decision, layout)
+
+    def attach(self, context: Context) -> Attachment:
+        """Hand over the callback."""
+        return Attachment(callbacks=[self.callback])
+
+    def applied(self) -> Sequence[Change]:
+        """Return the modules replaced."""
+        return self.callback.changes
+
+    @property
+    def room(self) -> str:
+        """The name under which sites are measured: the same for the same configuration."""
+        return room_text(self.name, self.config)
+
+    def _decision(self, context: Context, sites: Sequence[PatchSite]) -> Decision | None:
+        if context.choices is None:
+            return None
+        try:
+            places = [(site.path, site.plain) for site in sites]
+            return context.choices.decide(self.room, places, compiled="compile" in context.asked_for)
+        except OptimizationError:  # the step can't be run by itself, which the other way of measuring will say
+            return None
+
+    def _by_the_sites(self, context: Context, decision: Decision, layout: str) -> Verdict:
+        chosen, note = decision.ours, f"{decision.share}{decision.about_compiler}"
+        if decision.unknown:
+            others = self._by_the_step(context, decision.unknown, layout)
+            if isinstance(others, Applies):
+                chosen, note = (*chosen, *decision.unknown), f"{note}; and the rest: {others.note}"
+            else:
+                note = f"{note}; not the rest: {others.reason}"
+        else:
+            note += layout
+        if not chosen:
+            return Refuses(f"it is the fastest at {note}; `fasttrain tune` with --again measures anew")
+        self.callback.only = frozenset(chosen)
+        return Applies(note)
+
+    def _by_the_step(self, context: Context, paths: Sequence[str], layout: str) -> Verdict:
+        """Time the step with and without the fused form at some paths."""
+        patches = self.callback.patches
+        if context.example is None:
+            return Refuses(f"there is no batch to measure with; set optimizations.{self.name}.measure=false to trust")
+        try:
+            plain, ours = compared_ms(context, context.example(), patches, paths)
+        except OptimizationError as error:
+            return Refuses(f"{error}; set optimizations.{self.name}.measure=false to use it unmeasured")
+        times = f"{ms_text(ours)} ms a step against {ms_text(plain)}"
+        gain = 1 - ours / plain
+        if gain < self.config.least_gain:
+            least = self.config.least_gain
+            return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {least:+.0%} wanted){layout}")
+        return Applies(f"{len(paths)} sites; measured {times} ({plain / ours:.2f} times){layout}")
+
+    def _lacks_channels_last(self, context: Context) -> bool:
+        return self.for_channels_last and "channels_last" not in context.asked_for
+
+
+def compared_ms(
+    context: Context, batch: Any, patches: ModulePatches, only: Collection[str] | None = None
+) -> tuple[float, float]:
+    """Return milliseconds of the plain step and of the fused one, in the memory format that the run will have.
+
+    Fused at every site, or at those at the paths `only`.
+
+    Where the run will replay its step as a CUDA graph, so do these, if the step can be captured.
+
+    Raises:
+        OptimizationError: the step does not run outside of a Trainer.
+    """
+    module = context.module
+    if "channels_last" in context.asked_for:
+        module = copy.deepcopy(module).to(memory_format=torch.channels_last)
+
+    def fuse(copied: pl.LightningModule, batch: Any) -> Any:
+        PatchSurgery(copied, patches).apply(only)
+        return batch
+
+    probe = StepProbe(module, batch, context.hardware.device, in_graph="cuda_graph_step" in context.asked_for)
+    plain, ours = probe.compare(fuse, AUTOCAST.get(context.precision))
+    return plain.median_ms, ours.median_ms
