@@ -206,7 +206,8 @@ class Seen(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer = trainer.optimizers[0]
-        self.saved = optimizer.state_dict()["state"]
+        # Copied, because Lightning moves the tensors of the optimizer's own dictionaries to the CPU at the end.
+        self.saved = {key: dict(state) for key, state in optimizer.state_dict()["state"].items()}
         self.inside = {state["step"].device.type for state in optimizer.state.values() if "step" in state}
 
 
