@@ -3,6 +3,7 @@
 from typing import Any
 
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
+from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUOptimization, FusedConvBiasReLU
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
@@ -12,6 +13,7 @@ from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "channels_last": ChannelsLastOptimization,
+    "conv_bias_relu": ConvBiasReLUOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
@@ -28,9 +30,11 @@ __all__ = [
     "CapturedFunction",
     "ChannelsLast",
     "ChannelsLastOptimization",
+    "ConvBiasReLUOptimization",
     "FocalLoss",
     "FocalLossOptimization",
     "FrozenBNOptimization",
+    "FusedConvBiasReLU",
     "FusedFocalLoss",
     "FusedFrozenBN",
     "FusedOptimizers",

@@ -1,0 +1,61 @@
+"""Which children of a module run into which others: of an nn.Sequential by their order, of others by a symbolic trace.
+
+Only what holds in every call is found: the first child is called once, and its output goes into the second one alone.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import lightning.pytorch as pl
+from torch import fx, nn
+
+from fasttrain.randomness import random_state_kept
+
+Wanted = Callable[[nn.Module], bool]
+
+
+def followed_by(parent: nn.Module, first: Wanted, then: Wanted) -> Iterator[tuple[str, str]]:
+    """Yield the names of two children, a `first` one and the `then` one that takes its output, and is called once too.
+
+    Nothing is changed. A LightningModule's own children are seen only if it is an nn.Sequential, since its forward is
+    not all that runs them; neither are those of a forward that can't be traced, because it depends on values.
+    """
+    children = {name: child for name, child in parent._modules.items() if child is not None}
+    firsts = {name for name, child in children.items() if first(child)}
+    thens = {name for name, child in children.items() if then(child)}
+    if not firsts or not thens:
+        return
+    if type(parent).forward is nn.Sequential.forward:
+        yield from ((one, two) for one, two in pairwise(children) if one in firsts and two in thens)
+    elif not isinstance(parent, pl.LightningModule):
+        yield from _traced(parent, firsts, thens)
+
+
+def _traced(parent: nn.Module, firsts: set[str], thens: set[str]) -> Iterator[tuple[str, str]]:
+    try:
+        with random_state_kept():
+            nodes = list(_ChildrenAreLeaves().trace(_copied_for_tracing(parent)).nodes)
+    except Exception:  # a forward that depends on values can't be traced, and may raise anything on trying
+        return
+    calls = Counter(node.target for node in nodes if node.op == "call_module")
+    for node in nodes:
+        if node.op != "call_module" or node.target not in firsts or len(node.users) != 1:
+            continue
+        (user,) = node.users
+        if user.op == "call_module" and user.target in thens and calls[node.target] == calls[user.target] == 1:
+            yield str(node.target), str(user.target)
+
+
+def _copied_for_tracing(module: nn.Module) -> nn.Module:
+    """Return a module with the same children, to which a forward may assign as it likes."""
+    copied = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(copied)[name] = dict(vars(module)[name])
+    return copied
+
+
+class _ChildrenAreLeaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True

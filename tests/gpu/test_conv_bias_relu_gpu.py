@@ -1,0 +1,250 @@
+"""conv_bias_relu on a GPU: every tier against the reference, in a captured graph, compiled, in RetinaNet's heads."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUPatches, conv_bias, conv_bias_relu
+from fasttrain.callbacks.conv_bias_relu.geometry import Geometry
+from fasttrain.callbacks.conv_bias_relu.reference import TOLERANCE, reference
+from fasttrain.callbacks.conv_bias_relu.tiers import tier_for
+from fasttrain.callbacks.relu_bias_backward import column_sums, relu_bias_backward
+from fasttrain.patches import PatchSurgery
+from fasttrain.recipes.retinanet.head import Head
+
+pytestmark = pytest.mark.gpu
+
+LAST = torch.channels_last
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PLAIN = Geometry((1, 1), (1, 1), (1, 1), 1)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+each_form = pytest.mark.parametrize("relu", [True, False], ids=["relu", "no relu"])
+
+
+@pytest.fixture(autouse=True)
+def _compiled_kernels() -> None:
+    kernel = pytest.importorskip("fasttrain.callbacks.conv_bias_relu.kernel")
+    if kernel.INTERPRETED.value:
+        pytest.skip("Triton interprets here; set TRITON_INTERPRET=0")
+
+
+@pytest.fixture(autouse=True)
+def _without_tf32() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def work(
+    shape: tuple[int, int, int, int], outputs: int, geometry: Geometry, kernel: int, dtype: torch.dtype,
+    last: bool = True,
+) -> list[Tensor]:  # fmt: skip
+    n, c, h, w = shape
+    inputs = c // geometry.groups
+    tensors = [
+        torch.randn(n, c, h, w, device="cuda"),
+        torch.randn(outputs, inputs, kernel, kernel, device="cuda") / (inputs * kernel**2) ** 0.5,
+        torch.randn(outputs, device="cuda"),
+    ]
+    if last:
+        tensors[:2] = [t.to(memory_format=LAST) for t in tensors[:2]]
+    return [t.to(dtype).requires_grad_() for t in tensors]
+
+
+def fused(x: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry, relu: bool, tier: Any = "auto") -> Tensor:
+    return (conv_bias_relu if relu else conv_bias)(x, weight, bias, *geometry, tier=tier)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp(min=1e-3))
+
+
+def assert_equals_reference(tensors: list[Tensor], geometry: Geometry, relu: bool, tier: Any = "auto") -> None:
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    found = fused(*tensors, geometry, relu, tier)  # type: ignore[arg-type]
+    wanted = reference(*exact, geometry, relu)  # type: ignore[arg-type]
+    assert found.dtype == tensors[0].dtype
+    tolerance = TOLERANCE[found.dtype]
+    assert off(found, wanted) <= tolerance
+    g = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, tensors, g)
+    for name, gradient, right in zip(
+        ("x", "weight", "bias"), gradients, torch.autograd.grad(wanted, exact, g.double()), strict=True
+    ):
+        assert gradient.dtype == found.dtype
+        # Rounding lets some elements pass the ReLU on one side only: one in a thousand of them, of any size.
+        allowed = tolerance + (0.03 if relu and tolerance > 1e-3 else 0.002 if relu else 0)
+        assert off(gradient, right) <= allowed, name
+
+
+@each_dtype
+@each_form
+@settings(max_examples=20, deadline=None)
+@given(
+    batch=st.integers(1, 4), channels=st.one_of(st.integers(1, 20), st.sampled_from([32, 64])),
+    outputs=st.one_of(st.integers(1, 20), st.sampled_from([36, 64, 264])), height=st.integers(3, 30),
+    width=st.integers(3, 30), kernel=st.sampled_from([1, 3]), stride=st.integers(1, 2), dilation=st.integers(1, 2),
+    groups=st.sampled_from([1, 1, 2]), last=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_random_shapes(
+    dtype: torch.dtype, relu: bool, batch: int, channels: int, outputs: int, height: int, width: int, kernel: int,
+    stride: int, dilation: int, groups: int, last: bool, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    geometry = Geometry((stride, stride), (kernel // 2, 1), (dilation, dilation), groups)
+    if kernel == 3 and min(height + 2 * geometry.padding[0], width + 2) < 2 * dilation + 1:
+        return
+    shape = (batch, channels * groups, height, width)
+    tensors = work(shape, outputs * groups, geometry, kernel, dtype, last)
+    assert_equals_reference(tensors, geometry, relu)
+    if last:
+        assert_equals_reference(tensors, geometry, relu, "triton")
+
+
+@each_dtype
+@each_form
+@pytest.mark.parametrize("tier", ["auto", "triton"])
+def test_a_layer_of_the_heads(dtype: torch.dtype, relu: bool, tier: str) -> None:
+    torch.manual_seed(0)
+    assert_equals_reference(work((4, 256, 50, 50), 256, PLAIN, 3, dtype), PLAIN, relu, tier)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("outputs", [36, 2376])
+def test_the_last_layer_of_the_heads(dtype: torch.dtype, outputs: int) -> None:
+    torch.manual_seed(0)
+    assert_equals_reference(work((2, 256, 25, 25), outputs, PLAIN, 3, dtype), PLAIN, relu=False)
+
+
+def test_auto_takes_cudnn_for_relu() -> None:
+    x, weight, _ = work((2, 64, 8, 8), 64, PLAIN, 3, torch.float16)
+    assert tier_for("auto", x, weight, x.dtype, PLAIN, True) == "cudnn"
+    assert tier_for("auto", x, weight, x.dtype, PLAIN, False) == "triton"
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "columns"), [(40000, 256), (10000, 2376), (40000, 36), (1001, 3), (7, 1000)])
+def test_the_pass_of_the_backward(dtype: torch.dtype, rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    g, y = (
+        torch.randn(rows, columns, device="cuda").to(dtype),
+        torch.randn(rows, columns, device="cuda").relu().to(dtype),
+    )
+    masked, sums = relu_bias_backward(g, y)
+    assert torch.equal(masked, torch.ops.aten.threshold_backward(g, y, 0))
+    torch.testing.assert_close(sums.double(), masked.double().sum(0), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(column_sums(g).double(), g.double().sum(0), rtol=1e-4, atol=1e-3)
+    assert torch.equal(relu_bias_backward(g, y)[1], sums), "bit by bit"
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    g = torch.ones(2**25 + 3, 64, device="cuda", dtype=torch.bfloat16)
+    g[-1] = 2
+    masked, sums = relu_bias_backward(g, g)
+    assert float(masked[-1].min()) == 2
+    assert sums.tolist() == pytest.approx([len(g) + 1] * 64, rel=1e-6)
+
+
+def heads() -> Head:
+    torch.manual_seed(0)
+    head = Head(64, 2, False, 9, 20).cuda().to(memory_format=LAST)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return head
+
+
+def pyramid() -> list[Tensor]:
+    return [torch.randn(2, 64, side, side, device="cuda").to(memory_format=LAST) for side in (40, 20, 10, 5, 3)]
+
+
+def run(head: Any, levels: list[Tensor], dtype: torch.dtype | None, cache: bool = True) -> dict[str, Tensor]:
+    head.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None, cache_enabled=cache):
+        outputs = [part for level in levels for part in head(level)]
+    loss = torch.stack([part.float().square().mean() for part in outputs]).sum() * 64
+    loss.backward()
+    found = {name.removeprefix("_orig_mod."): p.grad for name, p in head.named_parameters()}
+    return found | {"outputs": torch.cat([part.detach().flatten() for part in outputs])}
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("dtype", [None, *DTYPES[1:]], ids=str)
+def test_heads_shared_by_levels(dtype: torch.dtype | None, cache: bool) -> None:
+    head, levels = heads(), pyramid()
+    wanted, plain = run(head, levels, None), run(head, levels, dtype, cache)
+    surgery = PatchSurgery(head, ConvBiasReLUPatches())
+    assert len(surgery.apply()) == 6
+    found = run(head, levels, dtype, cache)
+    surgery.undo()
+    for name, right in wanted.items():
+        assert found[name].dtype == right.dtype or name == "outputs"
+        assert off(found[name], right.double()) < 2 * off(plain[name], right.double()) + 1e-3, name
+    again = run(head, levels, None)
+    torch.testing.assert_close(again["outputs"], wanted["outputs"])
+
+
+def test_a_weight_is_cast_once_for_all_levels() -> None:
+    weight = torch.randn(8, 8, 3, 3, device="cuda", requires_grad=True)
+    from fasttrain.callbacks.conv_bias_relu.conv import _cast_once
+
+    with torch.autocast("cuda", torch.float16):
+        one, other = (_cast_once(weight, torch.float16) for _ in range(2))
+    assert one.dtype == torch.float16
+    assert one.data_ptr() == other.data_ptr()
+    (one.sum() + other.sum()).backward()
+    assert weight.grad is not None
+    assert float(weight.grad.min()) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_in_a_captured_graph(dtype: torch.dtype) -> None:
+    head, levels = heads(), pyramid()
+    PatchSurgery(head, ConvBiasReLUPatches()).apply()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run(head, levels, dtype)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run(head, levels, dtype)
+    with torch.no_grad():
+        for tensor in (*levels, *head.parameters()):
+            tensor.copy_(torch.randn_like(tensor) * 0.1)
+    graph.replay()
+    replayed = {name: value.clone() for name, value in kept.items()}
+    for name, value in run(head, levels, dtype).items():
+        assert off(replayed[name], value.double()) < 0.01, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_compiled(dtype: torch.dtype) -> None:
+    head, levels = heads(), pyramid()
+    PatchSurgery(head, ConvBiasReLUPatches()).apply()
+    wanted = run(head, levels, dtype)
+    found = run(torch.compile(head, fullgraph=True), levels, dtype)
+    for name, value in wanted.items():
+        assert off(found[name], value.double()) < 0.05, name
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    x, weight, bias = work((2, 64, 8, 8), 64, PLAIN, 3, torch.float16)
+
+    def step() -> None:
+        conv_bias(conv_bias_relu(x, weight, bias, padding=1), weight, bias, padding=1).sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
