@@ -23,6 +23,7 @@ app = typer.Typer(
     [bold]fasttrain fit mine.yaml trainer.max_epochs=3[/]    change any value: key=value after the recipe
     [bold]fasttrain explain retinanet[/]                     every value, where it came from, and the plan
     [bold]fasttrain doctor retinanet[/]                      what keeps the step from being captured as a CUDA graph
+    [bold]fasttrain tune retinanet[/]                       which modules pay to be fused on this GPU, measured and kept
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )
@@ -126,6 +127,34 @@ def doctor(recipe: RecipeName, overrides: Overrides = None) -> None:
     resolved = resolve(find_recipe(recipe), overrides or [])
     if not run_doctor(resolved, examine, UNSEEN_ON_CPU, _wide_console()):
         raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Time for measuring and compiling.")] = 300.0,
+    again: Annotated[bool, typer.Option("--again", help="Measure what was measured before, too.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Measure every optimization that replaces modules, not only those asked for.")
+    ] = False,
+) -> None:
+    """Measure on this machine which modules are faster fused, and keep it for every later run.
+
+    For each place of the recipe's model that an optimization would replace: forward and backward of the plain module,
+    of torch.compile's and of the fused one, with the inputs, precision and memory format of the training step. Places
+    that are the same are measured once. The times are kept for this GPU, torch and cuDNN in $FASTTRAIN_CACHE, or
+    ~/.cache/fasttrain; from then on the plan patches the places where the fused module won, as `fasttrain explain`
+    shows, and need not time the step for them. What the budget did not suffice for is decided as before.
+    """
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.recipe import find_recipe, resolve
+    from fasttrain.tune import tune as run_tune
+
+    resolved = resolve(find_recipe(recipe), overrides or [])
+    options: dict[str, Any] = {"budget_seconds": budget, "again": again, "every": every}
+    if not run_tune(resolved, CATALOGUE, _wide_console(), **options):
+        raise typer.Exit(130)
 
 
 @app.command("list")

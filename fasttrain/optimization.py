@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import CombinedLoader
 
+from fasttrain.choices import Choices
 from fasttrain.environment import Hardware
 from fasttrain.errors import DataError, FasttrainError, OptimizationError
 from fasttrain.randomness import random_state_kept
@@ -106,6 +107,8 @@ class Context:
     """Names of all optimizations of the run."""
     example: "ExampleBatch | None" = None
     """Draws a real batch, on the CPU, once; None when there is no data to draw from."""
+    choices: Choices | None = None
+    """What has been measured of the model's sites on this machine; None where that is not to be looked at."""
 
 
 class ExampleBatch:

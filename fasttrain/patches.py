@@ -108,10 +108,16 @@ class PatchCallback(pl.Callback):
         changes = surgery.apply(self.only)
         # At a second stage, or with a second Trainer, they are replaced already.
         if not changes and not any(done.model is pl_module for done in self._surgeries):
-            raise OptimizationError(f"{self.patches.room}: {self.patches.why_no_site(pl_module)}; leave it out.")
+            raise OptimizationError(f"{self.patches.room}: {self._why_none(pl_module)}; leave it out.")
         if changes:
             self.changes = changes
             self._surgeries.append(surgery)
+
+    def _why_none(self, model: nn.Module) -> str:
+        if not self.only or not self.patches.sites(model):
+            return self.patches.why_no_site(model)
+        count = f"{len(self.only)} sites that measured faster ('{min(self.only)}' for instance)"
+        return f"another optimization has taken the {count}"
 
     def undo(self) -> None:
         """Put the old modules back, in every module that this callback has changed."""
@@ -242,9 +248,8 @@ def compared_ms(
 ) -> tuple[float, float]:
     """Return milliseconds of the plain step and of the fused one, in the memory format that the run will have.
 
-    Fused at every site, or at those at the paths `only`.
-
-    Where the run will replay its step as a CUDA graph, so do these, if the step can be captured.
+    Fused at every site, or at those at the paths `only`. Where the run will replay its step as a CUDA graph, so do
+    these, if the step can be captured.
 
     Raises:
         OptimizationError: the step does not run outside of a Trainer.

@@ -1,14 +1,19 @@
 """From a resolved configuration to a module, its data and a plan: what fit, validate and explain have in common."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from fasttrain.choices import Choices
+from fasttrain.choices_file import choices_path, load_choices
 from fasttrain.config import Resolved
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Context, ExampleBatch
+from fasttrain.optimization import Context, ExampleBatch, Optimization
 from fasttrain.plan import Catalogue, Plan, make_plan, requested
 from fasttrain.quiet import quiet_libraries
 from fasttrain.recipe import Recipe, build
+from fasttrain.step_calls import StepCalls
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,7 @@ def prepare(resolved: Resolved, catalogue: Catalogue, hardware: Hardware | None 
     hardware = hardware or Hardware.of_accelerator(resolved.config.trainer.accelerator)
     with quiet_libraries():
         recipe = build(resolved)
-        context = Context(
-            recipe.module,
-            recipe.data,
-            hardware,
-            precision=resolved.config.trainer.precision,
-            asked_for=frozenset(optimization.name for optimization in wanted),
-            example=ExampleBatch(recipe.data),
-        )
+        context = context_of(recipe, hardware, wanted)
         plan = make_plan(wanted, context, off)
     if plan.refused and resolved.config.refused_optimizations == "error":
         lines = "; ".join(
@@ -48,3 +46,12 @@ def prepare(resolved: Resolved, catalogue: Catalogue, hardware: Hardware | None 
         )
         raise OptimizationError(f"refused_optimizations=error, and these do not apply here: {lines}.")
     return Prepared(recipe, context, plan)
+
+
+def context_of(recipe: Recipe, hardware: Hardware, wanted: Sequence[Optimization[Any]]) -> Context:
+    """Return what the checks of the wanted optimizations may look at. Reads no data and no file yet."""
+    precision, example = recipe.resolved.config.trainer.precision, ExampleBatch(recipe.data)
+    asked_for = frozenset(optimization.name for optimization in wanted)
+    calls = StepCalls(recipe.module, example, hardware.device, precision, "channels_last" in asked_for)
+    choices = Choices(lambda: load_choices(choices_path(hardware.name)), calls, precision)
+    return Context(recipe.module, recipe.data, hardware, precision, asked_for, example, choices)
