@@ -74,7 +74,7 @@ def test_a_recipe_is_tuned_for_this_device(tmp_path: Path, monkeypatch: pytest.M
     )
     path = choices_path(torch.cuda.get_device_name(0))
     entries = load_choices(path).values()
-    assert {entry.seen for entry in entries} == {"blocks: first", "blocks: wide", "blocks: shared"}
+    assert {entry.seen for entry in entries} == {"blocks: first", "blocks: wide", "blocks: shared"}, out.getvalue()
     assert all(entry.how == IN_GRAPH and entry.precision == "bf16-mixed" for entry in entries)
     assert FusedScaled.__name__ not in path.read_text(), "what is fused has no part in a site's name"
     assert "saves of the step" in out.getvalue()
