@@ -7,6 +7,14 @@ from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUOptimization, FusedCo
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
+from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
+from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
+from fasttrain.callbacks.layer_norm_dropout import (
+    DropoutAddLayerNorm,
+    FusedDropoutAddLayerNorm,
+    LayerNormDropoutOptimization,
+    dropout_add_layer_norm,
+)
 from fasttrain.callbacks.optimizers import LAMB, LARS, FusedOptimizers, FusedOptimizersOptimization, parameter_groups
 from fasttrain.callbacks.precision import PrecisionOptimization, fastest_precision
 from fasttrain.optimization import Optimization
@@ -17,6 +25,9 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "cuda_graph_step": CUDAGraphStepOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
+    "gemm_gelu": GemmGELUOptimization,
+    "gemm_relu": GemmReLUOptimization,
+    "layer_norm_dropout": LayerNormDropoutOptimization,
     "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
 }
@@ -31,15 +42,25 @@ __all__ = [
     "ChannelsLast",
     "ChannelsLastOptimization",
     "ConvBiasReLUOptimization",
+    "DropoutAddLayerNorm",
+    "FeedForward",
     "FocalLoss",
     "FocalLossOptimization",
     "FrozenBNOptimization",
     "FusedConvBiasReLU",
+    "FusedDropoutAddLayerNorm",
     "FusedFocalLoss",
     "FusedFrozenBN",
+    "FusedGemmGELU",
+    "FusedGemmReLU",
     "FusedOptimizers",
     "FusedOptimizersOptimization",
+    "GemmGELUOptimization",
+    "GemmReLUOptimization",
+    "LayerNormDropoutOptimization",
     "PrecisionOptimization",
+    "dropout_add_layer_norm",
     "fastest_precision",
+    "linear_gelu_linear",
     "parameter_groups",
 ]

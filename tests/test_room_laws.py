@@ -15,7 +15,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchvision.ops import sigmoid_focal_loss
+from torchvision.models.resnet import Bottleneck
+from torchvision.ops import FrozenBatchNorm2d, sigmoid_focal_loss
 
 import fasttrain
 from fasttrain.bench import find_cases
@@ -53,15 +54,20 @@ class Module(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Dropout(0.2),
-            nn.Flatten(), nn.LayerNorm(8 * 36), nn.Linear(8 * 36, 4),
+        self.images = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),  # trained normalization
+            nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),  # frozen, below
+            nn.Sequential(Bottleneck(8, 2, norm_layer=FrozenBatchNorm2d)), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
         )  # fmt: skip
-        self.net[1].eval().requires_grad_(False)
+        self.images[4].eval().requires_grad_(False)
+        self.tokens = nn.Sequential(
+            nn.Linear(8 * 36, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8),
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), nn.Linear(8, 4),
+        )  # fmt: skip
         self.focal_loss = LossOfLevels()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.net(batch[0])
+        logits = self.tokens(self.images(batch[0])[:, None])[:, 0]
         loss = nn.functional.cross_entropy(logits, batch[1]) + self.focal_loss([logits[:, None]], batch[1][:, None])
         self.log("loss", loss)
         return loss
@@ -176,7 +182,10 @@ def test_orders_and_conflicts_name_other_rooms(name: str) -> None:
 
 
 def documented_fields(cls: type) -> Iterator[str]:
-    """Yield the fields of a class that a string literal follows."""
+    """Yield the fields of a class, those of its bases too, that a string literal follows."""
+    for base in cls.__bases__:
+        if is_dataclass(base):
+            yield from documented_fields(base)
     (body,) = [node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef)]
     for field, after in itertools.pairwise(body):
         documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)

@@ -4,17 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fasttrain.callbacks.frozen_bn.sites import FrozenBNPatches
-from fasttrain.patches import PatchCallback, PatchOptimization
+from fasttrain.patches import PatchCallback, PatchConfig, PatchOptimization
 
 
 @dataclass(frozen=True)
-class FrozenBNConfig:
+class FrozenBNConfig(PatchConfig):
     """How frozen_bn decides."""
-
-    measure: bool = True
-    """Time the training step with and without first, on this machine, and refuse where it is not faster."""
-    least_gain: float = 0.02
-    """The share of step time that must be saved; below it the difference is noise."""
 
 
 class FusedFrozenBN(PatchCallback):

@@ -19,6 +19,7 @@ from fasttrain.fit import fit
 from fasttrain.judgement import yaml_text
 from fasttrain.measure import Row, make_row
 from fasttrain.recipe import find_recipe, resolve
+from fasttrain.recipes.retinanet import bench_step
 from fasttrain.recipes.retinanet.optimizer import OptimizerConfig
 
 DATA_VARIABLE = "FASTTRAIN_TXL_PBC"
@@ -40,7 +41,8 @@ def cases() -> list[Case]:
             f"mAP on TXL-PBC's test split (folder in ${DATA_VARIABLE}) after {EPOCHS} epochs from scratch, 3 seeds",
             txl_pbc_512,
             needs_gpu=True,
-        )
+        ),
+        *bench_step.cases(),
     ]
 
 

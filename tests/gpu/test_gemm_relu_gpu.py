@@ -118,7 +118,7 @@ def test_dlrm_on_random_data_is_no_worse_than_pytorch(case: str, autocast: torch
     x = torch.rand(BATCH, widths[0], device="cuda")
     weights = [torch.randn(n, k, device="cuda") * (2 / (n + k)) ** 0.5 for k, n in pairwise(widths)]
     biases = [torch.randn(n, device="cuda") / n**0.5 for n in widths[1:]]
-    # Of the values that autocast hands on: their sum is the gradient of the last bias, which has no rounding but theirs.
+    # Of the values that autocast hands on: their sum is the last bias's gradient, which has no other rounding.
     dy = torch.randn(BATCH, widths[-1], device="cuda").to(autocast or torch.float32).float()
 
     def ours(*arguments: Any) -> Tensor:
