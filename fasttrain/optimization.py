@@ -9,7 +9,7 @@ A room's own tests and users call its body directly, without any of this.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -109,6 +109,8 @@ class Context:
     """Draws a real batch, on the CPU, once; None when there is no data to draw from."""
     choices: Choices | None = None
     """What has been measured of the model's sites on this machine; None where that is not to be looked at."""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Paths of modules that optimizations which act earlier will replace, and the optimization's name."""
 
 
 class ExampleBatch:
@@ -187,6 +189,13 @@ class Optimization(ABC, Generic[C]):
     @abstractmethod
     def check(self, context: Context) -> Verdict:
         """Say whether this can act, without changing anything."""
+
+    def takes(self, context: Context) -> Collection[str]:
+        """Return paths of modules that this will replace, asked for when it applies; those that act later leave them.
+
+        Most rooms replace nothing.
+        """
+        return ()
 
     @abstractmethod
     def attach(self, context: Context) -> Attachment:

@@ -35,6 +35,11 @@ class PatchSite:
     passed_by: tuple[str, ...] = ()
     """Paths of modules whose work the fused form does too, the ReLU behind for instance: they become nn.Identity."""
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All that is replaced."""
+        return self.path, *self.passed_by
+
 
 class ModulePatches(ABC):
     """Where a room's fused forms can be in a model."""
@@ -53,6 +58,25 @@ class ModulePatches(ABC):
         """Return a sentence's worth of why a model has no site, beginning with the model's name."""
 
 
+CALLS_NO_CHILD = "calls_no_child"
+"""Attribute of a fused module that reads its children's parameters and does not call them: nothing in it is a site."""
+
+
+def open_sites(model: nn.Module, patches: ModulePatches, taken: Collection[str] = ()) -> list[PatchSite]:
+    """Return a room's sites but those inside of a module that calls no child, and those that overlap `taken` paths."""
+    closed = [path for path, module in model.named_modules() if getattr(module, CALLS_NO_CHILD, False)]
+    return [
+        site
+        for site in patches.sites(model)
+        if not any(_is_in(site.path, path) for path in closed)
+        and not any(_is_in(one, other) or _is_in(other, one) for one in site.paths for other in taken)
+    ]
+
+
+def _is_in(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or not other
+
+
 class PatchSurgery:
     """Puts a room's fused forms to the sites of a model, and the old modules back. The state dict stays as it is."""
 
@@ -67,7 +91,7 @@ class PatchSurgery:
         """
         made: dict[int, nn.Module] = {}
         changes = []
-        for site in self.patches.sites(self.model):
+        for site in open_sites(self.model, self.patches):
             if only is not None and site.path not in only:
                 continue
             old = self.model.get_submodule(site.path)
@@ -114,10 +138,9 @@ class PatchCallback(pl.Callback):
             self._surgeries.append(surgery)
 
     def _why_none(self, model: nn.Module) -> str:
-        if not self.only or not self.patches.sites(model):
+        if not self.only or not open_sites(model, self.patches):
             return self.patches.why_no_site(model)
-        count = f"{len(self.only)} sites that measured faster ('{min(self.only)}' for instance)"
-        return f"another optimization has taken the {count}"
+        return f"another optimization has taken its {len(self.only)} sites ('{min(self.only)}' for instance)"
 
     def undo(self) -> None:
         """Put the old modules back, in every module that this callback has changed."""
@@ -174,10 +197,14 @@ class PatchOptimization(Optimization[C]):
         A site that `fasttrain tune` has measured is decided by that; for the others the step is timed.
         """
         patches = self.callback.patches
-        self.callback.only = None
-        sites = patches.sites(context.module)
-        if not sites:
+        every = open_sites(context.module, patches)
+        sites = open_sites(context.module, patches, context.taken)
+        if not every:
             return Refuses(patches.why_no_site(context.module))
+        if not sites:
+            names = " and ".join(sorted({name for path, name in context.taken.items() if _overlaps(path, every)}))
+            return Refuses(f"its {len(every)} sites are in what {names} fuses")
+        self.callback.only = None if len(sites) == len(every) else frozenset(site.path for site in sites)
         layout = "; made for channels_last, which is not asked for" if self._lacks_channels_last(context) else ""
         if not self.config.measure:
             return Applies(f"{len(sites)} sites; not measured, as asked{layout}")
@@ -185,6 +212,12 @@ class PatchOptimization(Optimization[C]):
         if decision is None:
             return self._by_the_step(context, [site.path for site in sites], layout)
         return self._by_the_sites(context, decision, layout)
+
+    def takes(self, context: Context) -> Collection[str]:
+        """Return the paths of what will be replaced."""
+        chosen = [site for site in open_sites(context.module, self.callback.patches, context.taken)
+                  if self.callback.only is None or site.path in self.callback.only]  # fmt: skip
+        return {path for site in chosen for path in site.paths}
 
     def attach(self, context: Context) -> Attachment:
         """Hand over the callback."""
@@ -241,6 +274,10 @@ class PatchOptimization(Optimization[C]):
 
     def _lacks_channels_last(self, context: Context) -> bool:
         return self.for_channels_last and "channels_last" not in context.asked_for
+
+
+def _overlaps(path: str, sites: Sequence[PatchSite]) -> bool:
+    return any(_is_in(one, path) or _is_in(path, one) for site in sites for one in site.paths)
 
 
 def compared_ms(

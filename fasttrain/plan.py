@@ -4,7 +4,7 @@ Pure until `attach`: every answer is in before the first change.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,14 +124,18 @@ def requested(asked: Mapping[str, Any] | DictConfig, catalogue: Catalogue) -> tu
 def make_plan(wanted: Sequence[Optimization[Any]], context: Context, off: Sequence[str] = ()) -> Plan:
     """Check every optimization, take out the ones in conflict, and order the rest.
 
-    Of two that conflict the one asked for first stays: the order in the recipe is the user's preference.
+    They are asked in the order in which they would act, each knowing what those before it will replace. Of two that
+    conflict the one asked for first stays: the order in the recipe is the user's preference.
 
     Raises:
         OptimizationError: `before` and `after` of the rooms contradict each other.
     """
     verdicts: dict[str, Verdict] = {}
-    for optimization in wanted:
-        verdicts[optimization.name] = optimization.check(context)
+    for optimization in _as_they_would_act(wanted):
+        verdict = verdicts[optimization.name] = optimization.check(context)
+        if isinstance(verdict, Applies):
+            takes = dict.fromkeys(optimization.takes(context), optimization.name)
+            context = replace(context, taken={**context.taken, **takes})
     standing: list[Optimization[Any]] = []
     for optimization in wanted:
         if not isinstance(verdicts[optimization.name], Applies):
@@ -146,6 +150,13 @@ def make_plan(wanted: Sequence[Optimization[Any]], context: Context, off: Sequen
     ordered = in_order(standing)
     refused = [optimization for optimization in wanted if optimization not in standing]
     return Plan(tuple(Entry(o, verdicts[o.name]) for o in [*ordered, *refused]), tuple(off))
+
+
+def _as_they_would_act(wanted: Sequence[Optimization[Any]]) -> Sequence[Optimization[Any]]:
+    try:
+        return in_order(wanted)
+    except OptimizationError:  # those that apply may still have an order
+        return wanted
 
 
 def in_order(optimizations: Sequence[Optimization[Any]]) -> list[Optimization[Any]]:

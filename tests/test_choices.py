@@ -393,7 +393,7 @@ def test_sites_that_another_optimization_took_are_told(monkeypatch: pytest.Monke
     with pytest.raises(OptimizationError) as caught:
         room.callback.setup(pl.Trainer(accelerator="cpu", logger=False), asked.module, "fit")
     assert str(caught.value) == (
-        "scaled: another optimization has taken the 2 sites that measured faster ('alike' for instance); leave it out."
+        "scaled: another optimization has taken its 2 sites ('alike' for instance); leave it out."
     )
 
 

@@ -579,7 +579,7 @@ def test_reasons() -> None:
         assert paths(model) == []
         return LayerNormDropoutPatches().why_no_site(model)
 
-    assert reason(nn.Linear(2, 2)) == "Linear has no nn.LayerNorm"
+    assert reason(nn.Linear(2, 2)) == "Linear has no nn.LayerNorm to fuse dropout and a residual addition with"
     assert reason(nn.LayerNorm(3)).startswith("LayerNorm has 1 nn.LayerNorm, but neither an nn.TransformerEncoderLayer")
     assert reason(encoder(norm_first=True)).endswith(
         "; 2 nn.TransformerEncoderLayer: norm_first=True, where no normalization follows the addition alone"
@@ -683,7 +683,9 @@ def test_the_plan() -> None:
         return LayerNormDropoutOptimization(replace(PatchConfig(), measure=False)).check(context)
 
     assert check(Tokens()) == Applies("2 sites; not measured, as asked")
-    assert check(Tokens(nn.ReLU())) == Refuses("Tokens has no nn.LayerNorm")
+    assert check(Tokens(nn.ReLU())) == Refuses(
+        "Tokens has no nn.LayerNorm to fuse dropout and a residual addition with"
+    )
 
 
 def test_the_fused_layer_is_still_pytorchs() -> None:

@@ -1,5 +1,6 @@
 """What rooms with patches share: replacement by site, the callback, and a door that measures before it believes."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from fasttrain.errors import OptimizationError
 from fasttrain.measure import StepProbe
 from fasttrain.optimization import Applies, Change, Context, ExampleBatch, Refuses
 from fasttrain.patches import ModulePatches, PatchCallback, PatchConfig, PatchOptimization, PatchSite, PatchSurgery
+from fasttrain.plan import make_plan
 
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
 
@@ -166,3 +168,41 @@ def test_a_step_that_can_not_be_measured_is_refused_with_its_error() -> None:
     assert isinstance(verdict, Refuses)
     assert "could not be measured outside of a Trainer" in verdict.reason
     assert verdict.reason.endswith("; set optimizations.pairs.measure=false to use it unmeasured")
+
+
+class Whole(nn.Sequential):
+    calls_no_child = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self[0](input).relu()
+
+
+def test_nothing_is_replaced_in_what_calls_no_child() -> None:
+    module = Net(Whole(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4), nn.ReLU())
+    assert PatchSurgery(module, Pairs()).apply() == [Change("net.1", "LinearReLU")]
+    assert types(module.net[0]) == ["Linear", "ReLU"]
+
+
+@pytest.mark.parametrize("taken", ["net.0", "net.1", "net"])
+def test_what_an_earlier_optimization_takes_is_left(taken: str) -> None:
+    optimization = Pairing(PatchConfig(measure=False))
+    verdict = optimization.check(replace(context(Net()), taken={taken: "another"}))
+    if taken == "net":
+        assert verdict == Refuses("its 2 sites are in what another fuses")
+        return
+    assert verdict == Applies("1 sites; not measured, as asked")
+    assert optimization.takes(replace(context(Net()), taken={taken: "another"})) == {"net.2", "net.3"}
+    optimization.callback.setup(None, module := Net(), "fit")  # type: ignore[arg-type]
+    assert types(module.net) == ["Linear", "ReLU", "LinearReLU", "Identity", "Linear"]
+
+
+def test_a_plan_tells_each_what_those_before_it_take() -> None:
+    class Later(Pairing):
+        name = "later"
+        after = frozenset({"pairs"})
+
+    plan = make_plan([Later(PatchConfig(measure=False)), Pairing(PatchConfig(measure=False))], context(Net()))
+    assert [(e.optimization.name, e.verdict) for e in plan.entries] == [
+        ("pairs", Applies("2 sites; not measured, as asked")),
+        ("later", Refuses("its 2 sites are in what pairs fuses")),
+    ]

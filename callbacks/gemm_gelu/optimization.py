@@ -4,17 +4,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fasttrain.callbacks.gemm_gelu.sites import FeedForwardPatches
-from fasttrain.patches import PatchCallback, PatchOptimization
+from fasttrain.patches import PatchCallback, PatchConfig, PatchOptimization
 
 
 @dataclass(frozen=True)
-class GemmGELUConfig:
+class GemmGELUConfig(PatchConfig):
     """How gemm_gelu decides."""
-
-    measure: bool = True
-    """Time the training step with and without first, on this machine, and refuse where it is not faster."""
-    least_gain: float = 0.02
-    """The share of step time that must be saved; below it the difference is noise."""
 
 
 class FusedGemmGELU(PatchCallback):
