@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
 from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUOptimization, FusedConvBiasReLU
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
@@ -20,6 +21,7 @@ from fasttrain.callbacks.precision import PrecisionOptimization, fastest_precisi
 from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
+    "bn_relu": BNReLUOptimization,
     "channels_last": ChannelsLastOptimization,
     "conv_bias_relu": ConvBiasReLUOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
@@ -36,6 +38,7 @@ __all__ = [
     "CATALOGUE",
     "LAMB",
     "LARS",
+    "BNReLUOptimization",
     "CUDAGraphStep",
     "CUDAGraphStepOptimization",
     "CapturedFunction",
@@ -47,6 +50,7 @@ __all__ = [
     "FocalLoss",
     "FocalLossOptimization",
     "FrozenBNOptimization",
+    "FusedBNReLU",
     "FusedConvBiasReLU",
     "FusedDropoutAddLayerNorm",
     "FusedFocalLoss",

@@ -1,0 +1,92 @@
+"""Where a model runs a batch normalization that trains into a ReLU.
+
+Three kinds of places: torchvision's residual blocks; neighbours in an nn.Sequential; and two children of any other
+module that a symbolic trace of its forward shows to run one into the other, such as the stem of a ResNet. A model may
+have frozen normalizations too; those are left to frozen_bn.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm, is_plain_norm
+from fasttrain.followed_by import followed_by
+from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
+from fasttrain.surgery import why_not_passed_by
+
+
+class BNReLUPatches(ModulePatches):
+    """The sites: residual blocks, and a normalization with the ReLU behind it."""
+
+    room = "bn_relu"
+
+    def sites(self, model: nn.Module) -> list[PatchSite]:
+        """Return the places that are not fused yet."""
+        return [site for path, parent in model.named_modules() for site in _sites_in(path, parent)]
+
+    def why_no_site(self, model: nn.Module) -> str:
+        """Count the model's normalizations by what they lack."""
+        reasons = [reason for module in model.modules() if (reason := why_not_trained(module)) != ""]
+        name = type(model).__name__
+        if not reasons:
+            return f"{name} has no BatchNorm2d that could be fused with a ReLU"
+        counted = Counter(reason or "in training, with no ReLU seen to follow" for reason in reasons)
+        texts = ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
+        return (
+            f"{name} has no batch normalization in training that a ReLU follows in a torchvision residual block, an "
+            f"nn.Sequential or a forward that can be traced; its normalizations are: {texts}"
+        )
+
+
+class BNReLUSurgery(PatchSurgery):
+    """Puts the fused forms to every site of a model, and the old modules back. The state dict stays as it is."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, BNReLUPatches())
+
+
+def why_not_trained(module: nn.Module) -> str | None:
+    """Return what a normalization is that is not fused, None for one that can be, '' for a module that is none."""
+    if isinstance(module, nn.SyncBatchNorm):
+        return "SyncBatchNorm, whose statistics are of all processes"
+    if not isinstance(module, nn.BatchNorm2d) or type(module).forward is not nn.BatchNorm2d.forward:
+        return ""
+    if not module.training:
+        return "in evaluation mode"
+    return why_not_passed_by(module)
+
+
+def _sites_in(path: str, parent: nn.Module) -> Iterator[PatchSite]:
+    if type(parent) in FUSED_BLOCKS.values():
+        return
+    for name, child in parent._modules.items():
+        if child is not None and _is_block(child):
+            yield PatchSite(_joined(path, name), child, partial(fused_block, child))
+    if not _is_block(parent):
+        for norm, relu in followed_by(parent, _is_site, _is_relu):
+            first, second = parent._modules[norm], parent._modules[relu]
+            assert first is not None
+            assert second is not None
+            plain = nn.Sequential(first, second)
+            yield PatchSite(_joined(path, norm), plain, partial(fused_norm, first), (_joined(path, relu),))
+
+
+def _is_site(module: nn.Module) -> bool:
+    return is_plain_norm(module) and module.training
+
+
+def _is_block(module: nn.Module) -> bool:
+    if type(module) not in FUSED_BLOCKS or "forward" in vars(module) or not _is_relu(getattr(module, "relu", None)):
+        return False
+    return all(_is_site(getattr(module, name)) for name in NORMS_OF_BLOCK[type(module)])
+
+
+def _is_relu(module: Any) -> bool:
+    return type(module) is nn.ReLU and why_not_passed_by(module) is None
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
