@@ -4,6 +4,7 @@ from typing import Any
 
 from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
+from fasttrain.callbacks.compile import CompiledRegions, CompileOptimization, RegionalCompile
 from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUOptimization, FusedConvBiasReLU
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
@@ -23,6 +24,7 @@ from fasttrain.optimization import Optimization
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "bn_relu": BNReLUOptimization,
     "channels_last": ChannelsLastOptimization,
+    "compile": CompileOptimization,
     "conv_bias_relu": ConvBiasReLUOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
     "focal_loss": FocalLossOptimization,
@@ -44,6 +46,8 @@ __all__ = [
     "CapturedFunction",
     "ChannelsLast",
     "ChannelsLastOptimization",
+    "CompileOptimization",
+    "CompiledRegions",
     "ConvBiasReLUOptimization",
     "DropoutAddLayerNorm",
     "FeedForward",
@@ -63,6 +67,7 @@ __all__ = [
     "GemmReLUOptimization",
     "LayerNormDropoutOptimization",
     "PrecisionOptimization",
+    "RegionalCompile",
     "dropout_add_layer_norm",
     "fastest_precision",
     "linear_gelu_linear",

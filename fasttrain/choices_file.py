@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fasttrain.choices import PLAIN, Measured
-from fasttrain.environment import installed_version
+from fasttrain.environment import cache_folder, installed_version
 from fasttrain.errors import DataError
 from fasttrain.measure import Timing
 
@@ -24,10 +24,9 @@ FORMAT = 1
 
 def choices_path(device_name: str) -> Path:
     """Return where the choices for a device with this torch and cuDNN are; the file need not exist."""
-    given = os.environ.get("FASTTRAIN_CACHE")
-    folder = Path(given).expanduser() if given else Path.home() / ".cache" / "fasttrain"
     device = "-".join("".join(letter if letter.isalnum() else " " for letter in device_name).split())
-    return folder / "choices" / f"{device}_torch-{torch.__version__}_cudnn-{torch.backends.cudnn.version()}.json"
+    versions = f"torch-{torch.__version__}_cudnn-{torch.backends.cudnn.version()}"
+    return cache_folder() / "choices" / f"{device}_{versions}.json"
 
 
 def load_choices(path: Path) -> dict[str, Measured]:

@@ -20,6 +20,12 @@ RECORDED_PACKAGES = (
 )  # fmt: skip
 
 
+def cache_folder() -> Path:
+    """Return where what was made or measured is kept for later runs: $FASTTRAIN_CACHE, or ~/.cache/fasttrain."""
+    given = os.environ.get("FASTTRAIN_CACHE")
+    return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "fasttrain"
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The part of a machine that decides what applies to it."""

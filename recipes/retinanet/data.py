@@ -1,6 +1,5 @@
 """RetinaNet's data: any folder of images with COCO annotations, or, when none is given, a generated set."""
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from fasttrain.environment import usable_cores
+from fasttrain.environment import cache_folder, usable_cores
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
@@ -193,8 +192,8 @@ class DetectionData(pl.LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
     def _cache_folder(self) -> Path:
-        given = self.config.cache_folder or os.environ.get("FASTTRAIN_CACHE")
-        return Path(given).expanduser() if given else Path.home() / ".cache" / "fasttrain"
+        given = self.config.cache_folder
+        return Path(given).expanduser() if given else cache_folder()
 
     def _paths(self) -> tuple[Path, Path, Path, Path]:
         config = self.config

@@ -1,0 +1,101 @@
+"""When the regional compile applies, and the plan's door to it."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+
+from fasttrain.callbacks.compile.cache import compiled_folder, kept_in
+from fasttrain.callbacks.compile.callback import RegionalCompile, why_not_in_graph
+from fasttrain.callbacks.compile.compiled import CompiledRegions, NotCompilable, first_line
+from fasttrain.callbacks.compile.config import CompileConfig
+from fasttrain.callbacks.compile.regions import find_regions, why_no_region
+from fasttrain.callbacks.compile.tally import total
+from fasttrain.callbacks.compile.toolchain import why_not
+from fasttrain.errors import OptimizationError
+from fasttrain.measure import AUTOCAST, StepProbe, ms_text
+from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+
+
+class CompileOptimization(Optimization[CompileConfig]):
+    """Compiles what the model consists of once the other optimizations have changed it."""
+
+    name: ClassVar[str] = "compile"
+    summary: ClassVar[str] = "repeated blocks, or modules named, by torch.compile, with a cache that outlives the run"
+    config_class: ClassVar[type[Any]] = CompileConfig
+    stage: ClassVar[Stage] = Stage.CALLBACK
+    grade = "same numbers"
+
+    def __init__(self, config: CompileConfig) -> None:
+        super().__init__(config)
+        self.callback = RegionalCompile(**{f.name: getattr(config, f.name) for f in fields(config)})
+
+    def check(self, context: Context) -> Verdict:
+        """Refuse where nothing can be compiled, or where the step measures no faster."""
+        config = self.config
+        try:
+            regions = len(find_regions(context.module, config.modules))
+        except OptimizationError as error:
+            return Refuses(str(error))
+        if not regions:
+            return Refuses(why_no_region(context.module))
+        if reason := self._why_not(context):
+            return Refuses(reason)
+        if not config.measure:
+            return Applies(f"{regions} regions; not measured, as asked")
+        if context.example is None:
+            return Refuses("there is no batch to measure with; set optimizations.compile.measure=false to trust")
+        try:
+            with kept_in(compiled_folder(config.cache_dir)):
+                return self._compare(context, context.example(), regions)
+        except OptimizationError as error:
+            return Refuses(f"{_said(error)}; set optimizations.compile.measure=false to use it unmeasured")
+
+    def attach(self, context: Context) -> Attachment:
+        """Hand over the callback."""
+        return Attachment(callbacks=[self.callback])
+
+    def applied(self) -> Sequence[Change]:
+        """Return the regions."""
+        return self.callback.changes
+
+    def outcome(self) -> Sequence[Table]:
+        """Return the table of seconds, graphs, recompilations, graph breaks and cache hits by region."""
+        return [self.callback.table()]
+
+    def _why_not(self, context: Context) -> str | None:
+        on_gpu = torch.device(context.hardware.device).type == "cuda"
+        if on_gpu and "cuda_graph_step" in context.asked_for and (reason := why_not_in_graph(self.config.mode)):
+            return reason
+        return why_not(context.hardware, self.config.backend, self.config.mode)
+
+    def _compare(self, context: Context, batch: Any, regions: int) -> Verdict:
+        """Measure on copies, in the memory format, and in a graph, if the run will have them."""
+        config, module = self.config, context.module
+        if "channels_last" in context.asked_for:
+            module = copy.deepcopy(module).to(memory_format=torch.channels_last)
+        made: list[CompiledRegions] = []
+
+        def compile_copy(copied: pl.LightningModule, batch: Any) -> Any:
+            made.append(CompiledRegions(copied, config.modules, mode=config.mode, dynamic=config.dynamic,
+                                        fullgraph=config.fullgraph, backend=config.backend))  # fmt: skip
+            made[-1].apply()
+            return batch
+
+        probe = StepProbe(module, batch, context.hardware.device, in_graph="cuda_graph_step" in context.asked_for)
+        plain, ours = probe.compare(compile_copy, AUTOCAST.get(context.precision))
+        times = f"{ms_text(ours.median_ms)} ms a step against {ms_text(plain.median_ms)}"
+        gain = 1 - ours.median_ms / plain.median_ms
+        if gain < config.least_gain:
+            return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {config.least_gain:+.0%} wanted)")
+        joint = total(made[0].tallies if made else ())
+        seconds = f", compiled in {joint.compile_seconds:.1f} s ({joint.start})" if joint.compilations else ""
+        return Applies(f"{regions} regions; measured {times} ({plain.median_ms / ours.median_ms:.2f} times){seconds}")
+
+
+def _said(error: OptimizationError) -> str:
+    """Return what an error says in one line."""
+    return error.what if isinstance(error, NotCompilable) else first_line(error)

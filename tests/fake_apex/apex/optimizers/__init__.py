@@ -1,0 +1,1 @@
+"""There, as in the real one."""
