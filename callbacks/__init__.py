@@ -3,6 +3,7 @@
 from typing import Any
 
 from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
+from fasttrain.callbacks.bottleneck import BottleneckOptimization, FusedBottlenecks
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
 from fasttrain.callbacks.compile import CompiledRegions, CompileOptimization, RegionalCompile
 from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUOptimization, FusedConvBiasReLU
@@ -23,6 +24,7 @@ from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "bn_relu": BNReLUOptimization,
+    "bottleneck": BottleneckOptimization,
     "channels_last": ChannelsLastOptimization,
     "compile": CompileOptimization,
     "conv_bias_relu": ConvBiasReLUOptimization,
@@ -41,6 +43,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "BNReLUOptimization",
+    "BottleneckOptimization",
     "CUDAGraphStep",
     "CUDAGraphStepOptimization",
     "CapturedFunction",
@@ -55,6 +58,7 @@ __all__ = [
     "FocalLossOptimization",
     "FrozenBNOptimization",
     "FusedBNReLU",
+    "FusedBottlenecks",
     "FusedConvBiasReLU",
     "FusedDropoutAddLayerNorm",
     "FusedFocalLoss",

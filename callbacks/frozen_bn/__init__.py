@@ -1,6 +1,6 @@
 """Frozen batch normalization folded once, and fused with ReLU and the residual addition."""
 
-from fasttrain.callbacks.frozen_bn.fold import Folded, ScaleBias, fold
+from fasttrain.callbacks.folded_norm import Folded, ScaleBias, fold
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu, twin
 from fasttrain.callbacks.frozen_bn.optimization import FrozenBNConfig, FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.frozen_bn.sites import FrozenBNSurgery

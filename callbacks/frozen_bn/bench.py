@@ -10,7 +10,7 @@ from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.bench import Case
-from fasttrain.callbacks.frozen_bn.fold import ScaleBias
+from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu
 from fasttrain.callbacks.frozen_bn.reference import reference
 from fasttrain.callbacks.frozen_bn.sites import FrozenBNSurgery

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn import in_triton
-from fasttrain.callbacks.frozen_bn.fold import ScaleBias
 from fasttrain.errors import OptimizationError
 
 

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn import in_torch
-from fasttrain.callbacks.frozen_bn.fold import ScaleBias
 from fasttrain.errors import OptimizationError
 
 Tier = Literal["auto", "triton", "torch"]

@@ -6,7 +6,7 @@ ReLU keeps its own output, which the next convolution keeps anyway. torch.compil
 import torch
 from torch import Tensor
 
-from fasttrain.callbacks.frozen_bn.fold import ScaleBias
+from fasttrain.callbacks.folded_norm import ScaleBias
 
 
 def scale_bias_relu(x: Tensor, folded: ScaleBias, z: Tensor | None, z_folded: ScaleBias | None) -> Tensor:

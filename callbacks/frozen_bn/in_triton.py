@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttrain.callbacks.frozen_bn.fold import ScaleBias
+from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn.in_torch import result_dtype
 from fasttrain.callbacks.frozen_bn.kernel import WIDTH, backward_kernel, forward_kernel
 

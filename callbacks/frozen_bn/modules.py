@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.ops import FrozenBatchNorm2d
 
-from fasttrain.callbacks.frozen_bn.fold import Folded, why_not_frozen
+from fasttrain.callbacks.folded_norm import Folded, why_not_frozen
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu, twin
 from fasttrain.surgery import why_not_passed_by
 

@@ -8,7 +8,7 @@ on one side and not on the other: gradients are compared where the reference is 
 import torch
 from torch import Tensor
 
-from fasttrain.callbacks.frozen_bn.fold import ScaleBias
+from fasttrain.callbacks.folded_norm import ScaleBias
 
 TOLERANCE = {
     torch.float64: 1e-12,

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fasttrain.callbacks.frozen_bn.fold import why_not_frozen
+from fasttrain.callbacks.folded_norm import why_not_frozen
 from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm
 from fasttrain.followed_by import followed_by
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery

@@ -63,8 +63,8 @@ class Folded:
         """
         if isinstance(self.norm, nn.BatchNorm2d) and (reason := _why_it_trains(self.norm)):
             raise OptimizationError(
-                f"frozen_bn: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused is "
-                f"now {reason}; keep it in eval mode with requires_grad=False, or leave frozen_bn out."
+                f"a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused is now "
+                f"{reason}; keep it in eval mode with requires_grad=False, or leave the optimization out that fused it."
             )
         if torch.compiler.is_compiling():
             return fold(self.norm)  # some operations on C values, which go into the compiler's own kernels

@@ -1,0 +1,15 @@
+"""A stage of frozen bottleneck blocks as one function: scales in the weights, ReLU masks in the data gradients."""
+
+from fasttrain.callbacks.bottleneck.optimization import BottleneckConfig, BottleneckOptimization, FusedBottlenecks
+from fasttrain.callbacks.bottleneck.sites import BottleneckPatches, BottleneckSurgery, fused_stage
+from fasttrain.callbacks.bottleneck.stage import FusedStage
+
+__all__ = [
+    "BottleneckConfig",
+    "BottleneckOptimization",
+    "BottleneckPatches",
+    "BottleneckSurgery",
+    "FusedBottlenecks",
+    "FusedStage",
+    "fused_stage",
+]
