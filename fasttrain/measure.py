@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from fasttrain.capture import captured as captured  # what is timed often is a replay
 from fasttrain.environment import Hardware, cpu_name, source_commit
 from fasttrain.errors import DataError, FasttrainError, OptimizationError
 from fasttrain.randomness import random_state_kept
@@ -161,28 +162,6 @@ def sample_ms(
 def time_ms(call: Callable[[], Any], device: torch.device | str, *, warmup: int = 3, repeats: int = 10) -> Timing:
     """Return median and spread of `sample_ms`."""
     return Timing(*summarize(sample_ms(call, device, warmup=warmup, repeats=repeats)))
-
-
-def captured(call: Callable[[], Any], warmup: int = 3) -> Callable[[], None]:
-    """Return what replays `call` as a CUDA graph, captured after some calls on a side stream.
-
-    Raises:
-        RuntimeError: the call does what can't be captured; torch says what.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warmup):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay(call: Callable[[], Any] = call) -> None:  # holds what the graph reads and writes
-        graph.replay()
-
-    return replay
 
 
 # Lightning's mixed precisions and the type that autocast uses for them.

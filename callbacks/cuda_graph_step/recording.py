@@ -4,15 +4,15 @@ Everything else in this room is bookkeeping, written against `Recorder` and `Rec
 really runs the function again, tests it where there is no GPU.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fasttrain.batches import map_tensors, tensors_in
+from fasttrain.capture import clear_broken_capture
 
 Function = Callable[[], Any]
 
@@ -102,25 +102,11 @@ class CudaRecorder:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = function()
         except BaseException:
-            self._clear_broken_capture()
+            clear_broken_capture(self.device, self.pool)
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(self.device)
             raise
         return CudaRecording(graph, outputs)
-
-    def _clear_broken_capture(self) -> None:
-        """Undo what torch leaves behind when CUDA has invalidated a capture.
-
-        `CUDAGraph::capture_end` (torch 2.11 to 2.14) raises before it closes the memory pool and tells the generator
-        that the capture is over; random numbers would fail from then on. A capture of nothing tells it.
-        """
-        torch.cuda.synchronize(self.device)
-        with suppress(RuntimeError, AttributeError):  # closed already, where the function itself raised
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(self.device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the graph is empty
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream, capture_error_mode="thread_local"):
-                pass
 
     def trim(self) -> None:
         """Return what eager steps and checks have left in the allocator's cache; graphs keep theirs."""
