@@ -193,7 +193,7 @@ class Optimization(ABC, Generic[C]):
     def takes(self, context: Context) -> Collection[str]:
         """Return paths of modules that this will replace, asked for when it applies; those that act later leave them.
 
-        Most rooms replace nothing.
+        Most rooms replace nothing. For those that do, `patches.PatchSite.takes` says what a path means.
         """
         return ()
 

@@ -6,7 +6,7 @@ the Lightning callback (`PatchCallback`) and the plan's door (`PatchOptimization
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -35,10 +35,29 @@ class PatchSite:
     passed_by: tuple[str, ...] = ()
     """Paths of modules whose work the fused form does too, the ReLU behind for instance: they become nn.Identity."""
 
+    calls_no_child: bool = False
+    """Whether the fused form reads its children's parameters and does not call them, as its attribute of this name
+    then says: nothing in it is a site any more."""
+
     @property
     def paths(self) -> tuple[str, ...]:
         """All that is replaced."""
         return self.path, *self.passed_by
+
+    def takes(self) -> Iterator[str]:
+        """Yield the paths that are no others' any more; one that ends in a dot stands for all that lies inside."""
+        yield from self.paths
+        if self.calls_no_child:
+            yield f"{self.path}."
+
+    def overlaps(self, taken: Collection[str]) -> bool:
+        """Whether any of what it replaces is taken, or of what it would not call any more."""
+        for path in taken:
+            if path.endswith(".") and any(one.startswith(path) for one in self.paths):
+                return True
+            if path.rstrip(".") in self.paths or (self.calls_no_child and path.startswith(f"{self.path}.")):
+                return True
+        return False
 
 
 class ModulePatches(ABC):
@@ -58,23 +77,10 @@ class ModulePatches(ABC):
         """Return a sentence's worth of why a model has no site, beginning with the model's name."""
 
 
-CALLS_NO_CHILD = "calls_no_child"
-"""Attribute of a fused module that reads its children's parameters and does not call them: nothing in it is a site."""
-
-
 def open_sites(model: nn.Module, patches: ModulePatches, taken: Collection[str] = ()) -> list[PatchSite]:
-    """Return a room's sites but those inside of a module that calls no child, and those that overlap `taken` paths."""
-    closed = [path for path, module in model.named_modules() if getattr(module, CALLS_NO_CHILD, False)]
-    return [
-        site
-        for site in patches.sites(model)
-        if not any(_is_in(site.path, path) for path in closed)
-        and not any(_is_in(one, other) or _is_in(other, one) for one in site.paths for other in taken)
-    ]
-
-
-def _is_in(path: str, other: str) -> bool:
-    return path == other or path.startswith(f"{other}.") or not other
+    """Return a room's sites but those that others have taken, and those inside of a module that calls no child."""
+    closed = [f"{path}." for path, module in model.named_modules() if getattr(module, "calls_no_child", False)]
+    return [site for site in patches.sites(model) if not site.overlaps([*taken, *closed])]
 
 
 class PatchSurgery:
@@ -202,8 +208,8 @@ class PatchOptimization(Optimization[C]):
         if not every:
             return Refuses(patches.why_no_site(context.module))
         if not sites:
-            names = " and ".join(sorted({name for path, name in context.taken.items() if _overlaps(path, every)}))
-            return Refuses(f"its {len(every)} sites are in what {names} fuses")
+            takers = {name for path, name in context.taken.items() if any(site.overlaps([path]) for site in every)}
+            return Refuses(f"its {len(every)} sites are in what {' and '.join(sorted(takers))} fuses")
         self.callback.only = None if len(sites) == len(every) else frozenset(site.path for site in sites)
         layout = "; made for channels_last, which is not asked for" if self._lacks_channels_last(context) else ""
         if not self.config.measure:
@@ -214,10 +220,10 @@ class PatchOptimization(Optimization[C]):
         return self._by_the_sites(context, decision, layout)
 
     def takes(self, context: Context) -> Collection[str]:
-        """Return the paths of what will be replaced."""
-        chosen = [site for site in open_sites(context.module, self.callback.patches, context.taken)
-                  if self.callback.only is None or site.path in self.callback.only]  # fmt: skip
-        return {path for site in chosen for path in site.paths}
+        """Return the paths of what will be replaced; see `PatchSite.takes`."""
+        only = self.callback.only
+        sites = open_sites(context.module, self.callback.patches, context.taken)
+        return {path for site in sites if only is None or site.path in only for path in site.takes()}
 
     def attach(self, context: Context) -> Attachment:
         """Hand over the callback."""
@@ -274,10 +280,6 @@ class PatchOptimization(Optimization[C]):
 
     def _lacks_channels_last(self, context: Context) -> bool:
         return self.for_channels_last and "channels_last" not in context.asked_for
-
-
-def _overlaps(path: str, sites: Sequence[PatchSite]) -> bool:
-    return any(_is_in(one, path) or _is_in(path, one) for site in sites for one in site.paths)
 
 
 def compared_ms(

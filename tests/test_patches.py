@@ -183,17 +183,25 @@ def test_nothing_is_replaced_in_what_calls_no_child() -> None:
     assert types(module.net[0]) == ["Linear", "ReLU"]
 
 
-@pytest.mark.parametrize("taken", ["net.0", "net.1", "net"])
+@pytest.mark.parametrize("taken", ["net.0", "net.1", "net."])
 def test_what_an_earlier_optimization_takes_is_left(taken: str) -> None:
     optimization = Pairing(PatchConfig(measure=False))
-    verdict = optimization.check(replace(context(Net()), taken={taken: "another"}))
-    if taken == "net":
+    asked = replace(context(Net()), taken={"net": "another", taken: "another"})
+    verdict = optimization.check(asked)
+    if taken == "net.":
         assert verdict == Refuses("its 2 sites are in what another fuses")
         return
     assert verdict == Applies("1 sites; not measured, as asked")
-    assert optimization.takes(replace(context(Net()), taken={taken: "another"})) == {"net.2", "net.3"}
+    assert optimization.takes(asked) == {"net.2", "net.3"}
     optimization.callback.setup(None, module := Net(), "fit")  # type: ignore[arg-type]
     assert types(module.net) == ["Linear", "ReLU", "LinearReLU", "Identity", "Linear"]
+
+
+def test_what_calls_no_child_takes_all_inside_and_yields_to_what_is_taken_there() -> None:
+    whole = PatchSite("net", nn.Identity(), nn.Identity, calls_no_child=True)
+    assert set(whole.takes()) == {"net", "net."}
+    assert whole.overlaps(["net.0"])
+    assert not PatchSite("net", nn.Identity(), nn.Identity).overlaps(["net.0", "net.0.", "other."])
 
 
 def test_a_plan_tells_each_what_those_before_it_take() -> None:
