@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,18 @@ RECORDED_PACKAGES = (
     "fasttrain", "torch", "torchvision", "lightning", "torchmetrics", "triton", "numpy", "pillow",
     "pycocotools", "hotcoco", "faster-coco-eval", "nvidia-dali-cuda130", "apex",
 )  # fmt: skip
+
+
+@cache
+def triton_runs() -> bool:
+    """Whether Triton's kernels can be compiled for NVIDIA GPUs here: it is installed, and torch is not ROCm's."""
+    return torch.version.hip is None and find_spec("triton") is not None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a CUDA device has."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def cache_folder() -> Path:

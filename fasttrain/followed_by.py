@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from torch import fx, nn
 
 from fasttrain.randomness import random_state_kept
+from fasttrain.surgery import why_not_passed_by
 
 Wanted = Callable[[nn.Module], bool]
 
@@ -31,6 +32,11 @@ def followed_by(parent: nn.Module, first: Wanted, then: Wanted) -> Iterator[tupl
         yield from ((one, two) for one, two in pairwise(children) if one in firsts and two in thens)
     elif not isinstance(parent, pl.LightningModule):
         yield from _traced(parent, firsts, thens)
+
+
+def is_relu(module: object) -> bool:
+    """Whether a module is a ReLU whose work another may do: torch's own, watched by no hook."""
+    return type(module) is nn.ReLU and why_not_passed_by(module) is None
 
 
 def _traced(parent: nn.Module, firsts: set[str], thens: set[str]) -> Iterator[tuple[str, str]]:

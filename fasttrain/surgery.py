@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -80,6 +81,25 @@ class Surgery:
             old.load_state_dict(new.state_dict())
             replace(self.model, path, old)
         self.replaced.clear()
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_state_of(old: nn.Module, kind: type[M]) -> M:
+    """Return a module of another class with the same parameters, buffers, submodules, hooks and attributes.
+
+    The dictionaries that hold them are shared, so that moving one module to a device moves the other. The new class has
+    the attributes that its forward needs, or they are set afterwards: no `__init__` is run.
+    """
+    new: Any = kind.__new__(kind)
+    vars(new).update(vars(old))
+    return new  # type: ignore[no-any-return]
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of a child."""
+    return f"{path}.{name}" if path else name
 
 
 def why_not_passed_by(module: nn.Module) -> str | None:

@@ -1,13 +1,12 @@
 """The body: batch normalization in training, ReLU and the residual addition in few passes. Works in any loop."""
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fasttrain.callbacks.bn_relu import in_torch
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError
 
 Tier = Literal["auto", "triton", "torch"]
@@ -94,7 +93,7 @@ def _takes_triton(tier: Tier, x: Tensor, norm: nn.BatchNorm2d, z: Tensor | None,
     kernels = torch.float16, torch.bfloat16, torch.float32
     return (
         x.device.type == "cuda"
-        and _triton_runs()
+        and triton_runs()
         and x.dtype in kernels
         and (z is None or z.dtype in kernels)
         and all((one.weight is None) == (one.bias is None) for one in norms)
@@ -113,11 +112,6 @@ def _values(norm: nn.BatchNorm2d) -> list[Tensor]:
     parameters, buffers = norm._parameters, norm._buffers
     values = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]
     return [value for value in values if value is not None]
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
 
 
 def _check(x: Tensor | None, norm: nn.BatchNorm2d | None, other: Tensor) -> None:

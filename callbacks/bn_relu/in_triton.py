@@ -1,7 +1,6 @@
 """The tier for NVIDIA GPUs: how the kernels are laid over a feature map, and launched. Nothing waits for the GPU."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from fasttrain.callbacks.bn_relu.backward_kernels import (
 )
 from fasttrain.callbacks.bn_relu.forward_kernels import finish_statistics_kernel, normalize_kernel, statistics_kernel
 from fasttrain.callbacks.bn_relu.tile import INTERPRETED, WIDTH
+from fasttrain.environment import multiprocessors
 
 # An interpreted program takes long: few of them, and more than one, so that tiles are dealt out.
 INTERPRETED_PROGRAMS = 3
@@ -204,9 +204,4 @@ def _tile_width(channels: int, most: int) -> int:
 
 
 def _programs(device: torch.device, per_multiprocessor: int) -> int:
-    return INTERPRETED_PROGRAMS if INTERPRETED.value else per_multiprocessor * _multiprocessors(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return INTERPRETED_PROGRAMS if INTERPRETED.value else per_multiprocessor * multiprocessors(device)

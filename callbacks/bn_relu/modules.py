@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from fasttrain.callbacks.bn_relu.fused import batch_norm_add_relu, batch_norm_dual_relu, batch_norm_relu, twin
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import why_not_passed_by, with_state_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,12 +64,12 @@ NORMS_OF_BLOCK: dict[type[nn.Module], tuple[str, ...]] = {Bottleneck: ("bn1", "b
 
 def fused_block(block: nn.Module) -> nn.Module:
     """Return the fused form of a Bottleneck or BasicBlock, around the same submodules."""
-    return _with_the_state_of(block, FUSED_BLOCKS[type(block)])
+    return with_state_of(block, FUSED_BLOCKS[type(block)])
 
 
 def fused_norm(norm: nn.Module) -> nn.Module:
     """Return a BatchNorm2d with a ReLU behind it, around the same parameters and statistics."""
-    return _with_the_state_of(norm, FusedBatchNormReLU)
+    return with_state_of(norm, FusedBatchNormReLU)
 
 
 def is_plain_norm(module: nn.Module) -> bool:
@@ -86,13 +86,3 @@ def _ends_in_a_trained_norm(downsample: nn.Module) -> bool:
         return False
     last = downsample[-1]
     return is_plain_norm(last) and last.training
-
-
-def _with_the_state_of(old: nn.Module, kind: type[M]) -> M:
-    """Return a module of another class with the same parameters, buffers, submodules, hooks and attributes.
-
-    The dictionaries that hold them are shared, so that moving one module to a device moves the other.
-    """
-    new: Any = kind.__new__(kind)
-    vars(new).update(vars(old))
-    return new  # type: ignore[no-any-return]

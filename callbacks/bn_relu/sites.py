@@ -8,14 +8,13 @@ have frozen normalizations too; those are left to frozen_bn.
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm, is_plain_norm
-from fasttrain.followed_by import followed_by
+from fasttrain.followed_by import followed_by, is_relu
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
 
 
 class BNReLUPatches(ModulePatches):
@@ -64,14 +63,14 @@ def _sites_in(path: str, parent: nn.Module) -> Iterator[PatchSite]:
         return
     for name, child in parent._modules.items():
         if child is not None and _is_block(child):
-            yield PatchSite(_joined(path, name), child, partial(fused_block, child))
+            yield PatchSite(joined(path, name), child, partial(fused_block, child))
     if not _is_block(parent):
-        for norm, relu in followed_by(parent, _is_site, _is_relu):
+        for norm, relu in followed_by(parent, _is_site, is_relu):
             first, second = parent._modules[norm], parent._modules[relu]
             assert first is not None
             assert second is not None
             plain = nn.Sequential(first, second)
-            yield PatchSite(_joined(path, norm), plain, partial(fused_norm, first), (_joined(path, relu),))
+            yield PatchSite(joined(path, norm), plain, partial(fused_norm, first), (joined(path, relu),))
 
 
 def _is_site(module: nn.Module) -> bool:
@@ -79,14 +78,6 @@ def _is_site(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if type(module) not in FUSED_BLOCKS or "forward" in vars(module) or not _is_relu(getattr(module, "relu", None)):
+    if type(module) not in FUSED_BLOCKS or "forward" in vars(module) or not is_relu(getattr(module, "relu", None)):
         return False
     return all(_is_site(getattr(module, name)) for name in NORMS_OF_BLOCK[type(module)])
-
-
-def _is_relu(module: Any) -> bool:
-    return type(module) is nn.ReLU and why_not_passed_by(module) is None
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

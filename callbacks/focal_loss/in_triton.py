@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from fasttrain.callbacks.focal_loss.kernel import INTERPRETED, focal_loss_kernel, rescale_kernel
+from fasttrain.environment import multiprocessors
 
 VECTOR_BYTES = 16
 LARGEST_ROW_BYTES = 2**16  # more would need more than the largest program's registers
@@ -107,7 +108,7 @@ class _Launch:
         width = _vector_width([*self.levels, *self.gradients])
         vectors_of_row = self.classes // width
         most = min(tiling.tile_bytes // element_size // width, MOST_VECTORS)
-        vectors = max(most, _next_power_of_two(vectors_of_row))
+        vectors = max(most, triton.next_power_of_2(vectors_of_row))
         self.rows = vectors // vectors_of_row
         tiles = sum(-(-level.shape[1] // self.rows) for level in self.levels) * self.batch
         self.programs = max(1, min(tiles, _programs(self.levels[0].device, tiling.programs)))
@@ -131,7 +132,7 @@ class _Launch:
                 tuple(gradient.stride(0) // self.width for gradient in self.gradients),
                 targets.stride(0), self.batch, alpha, gamma,
                 CLASSES=self.classes, WIDTH=self.width, VECTORS=self.vectors, ROWS=self.rows,
-                ROWS_PADDED=_next_power_of_two(self.rows), SQUARE=gamma == 2, TERMS=self.terms, BACKWARD=backward,
+                ROWS_PADDED=triton.next_power_of_2(self.rows), SQUARE=gamma == 2, TERMS=self.terms, BACKWARD=backward,
                 WITH_GRADIENT=self.with_gradient, IN_PLACE=self.in_place, **self.options,
             )  # fmt: skip
 
@@ -151,13 +152,4 @@ def _vector_width(tensors: Sequence[Tensor]) -> int:
 
 
 def _programs(device: torch.device, per_multiprocessor: int) -> int:
-    return INTERPRETED_PROGRAMS if INTERPRETED.value else per_multiprocessor * _multiprocessors(device)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    return INTERPRETED_PROGRAMS if INTERPRETED.value else per_multiprocessor * multiprocessors(device)

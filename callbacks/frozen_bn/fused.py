@@ -1,7 +1,5 @@
 """The body: batch normalization with constants, ReLU and the residual addition as one pass. Works in any loop."""
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn import in_torch
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError
 
 Tier = Literal["auto", "triton", "torch"]
@@ -92,16 +91,11 @@ def _takes_triton(tier: Tier, x: Tensor, folded: ScaleBias, z: Tensor | None) ->
     kernels = torch.float16, torch.bfloat16, torch.float32
     return (
         x.device.type == "cuda"
-        and _triton_runs()
+        and triton_runs()
         and x.dtype in kernels
         and (z is None or z.dtype in kernels)
         and folded.scale.dtype == torch.float32
     )
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.callbacks.folded_norm import Folded, why_not_frozen
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu, twin
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import why_not_passed_by, with_state_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -88,7 +88,7 @@ NORMS_OF_BLOCK: dict[type[nn.Module], tuple[str, ...]] = {Bottleneck: ("bn1", "b
 
 def fused_block(block: nn.Module) -> nn.Module:
     """Return the fused form of a Bottleneck or BasicBlock, around the same submodules."""
-    fused = _with_the_state_of(block, FUSED_BLOCKS[type(block)])
+    fused = with_state_of(block, FUSED_BLOCKS[type(block)])
     assert isinstance(fused, _FusedBlock)
     fused._prepare()
     return fused
@@ -97,16 +97,6 @@ def fused_block(block: nn.Module) -> nn.Module:
 def fused_norm(norm: nn.Module) -> nn.Module:
     """Return a frozen normalization with a ReLU behind it, around the same buffers."""
     kind = FrozenBatchNormReLU if isinstance(norm, FrozenBatchNorm2d) else BatchNormReLU
-    fused = _with_the_state_of(norm, kind)
+    fused = with_state_of(norm, kind)
     fused._folded = Folded(fused)  # type: ignore[assignment]
     return fused
-
-
-def _with_the_state_of(old: nn.Module, kind: type[M]) -> M:
-    """Return a module of another class with the same parameters, buffers, submodules, hooks and attributes.
-
-    The dictionaries that hold them are shared, so that moving one module to a device moves the other.
-    """
-    new: Any = kind.__new__(kind)
-    vars(new).update(vars(old))
-    return new  # type: ignore[no-any-return]

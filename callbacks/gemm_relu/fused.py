@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fasttrain.callbacks.gemm_relu.reference import reference
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError, nearest
 
 if TYPE_CHECKING:
@@ -96,12 +95,7 @@ def _autocasts(x: Tensor) -> bool:
 
 
 def _takes_fused(x: Tensor, dtype: torch.dtype) -> bool:
-    return x.device.type == "cuda" and _triton_runs() and dtype in (torch.float16, torch.bfloat16, torch.float32)
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
+    return x.device.type == "cuda" and triton_runs() and dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fasttrain.callbacks.gemm_relu.kernel import (
     INTERPRETED,

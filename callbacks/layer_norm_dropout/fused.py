@@ -1,7 +1,5 @@
 """The body: dropout, residual addition and layer normalization as one pass. Works in any loop."""
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from fasttrain.callbacks.layer_norm_dropout import in_torch
 from fasttrain.callbacks.layer_norm_dropout.mask import draw_seed, threshold
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError
 
 Tier = Literal["auto", "triton", "torch"]
@@ -104,7 +103,7 @@ def _result_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:
 
 def _takes_triton(tier: Tier, tensors: list[Tensor]) -> bool:
     x = tensors[0]
-    if tier == "torch" or (tier == "auto" and not (x.device.type == "cuda" and _triton_runs())):
+    if tier == "torch" or (tier == "auto" and not (x.device.type == "cuda" and triton_runs())):
         return False
     from fasttrain.callbacks.layer_norm_dropout import in_triton  # where Triton isn't installed it can't be imported
 
@@ -118,11 +117,6 @@ def _takes_triton(tier: Tier, tensors: list[Tensor]) -> bool:
         f"{x.device.type}: it takes up to {in_triton.LARGEST_HIDDEN} in float16, bfloat16 and float32 on an NVIDIA "
         "GPU; tier='auto' takes PyTorch's operators instead."
     )
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
 
 
 def _rows(x: Tensor) -> Tensor:

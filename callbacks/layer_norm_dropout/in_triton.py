@@ -1,14 +1,15 @@
 """The tier for NVIDIA GPUs: how the kernels are laid over the rows, and launched. Nothing waits for the GPU."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from fasttrain.callbacks.layer_norm_dropout.kernel import INTERPRETED, backward_kernel, forward_kernel, sum_kernel
 from fasttrain.callbacks.layer_norm_dropout.mask import GROUP, ROUNDS, threshold
+from fasttrain.environment import multiprocessors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HIDDEN = 8192  # of a row that one program's registers hold, with the sums of three gradients
@@ -167,10 +168,10 @@ def backward(
 def _layout(x: Tensor, tile: Tile, rounds: int) -> tuple[int, dict[str, Any]]:
     """Return how many programs there are, and the options of a launch."""
     rows, hidden = x.shape
-    groups = _next_power_of_two(-(-hidden // GROUP))
+    groups = triton.next_power_of_2(-(-hidden // GROUP))
     warps = min(MOST_WARPS, max(1, tile.rows * groups * GROUP // (32 * tile.elements)))
     tiles = -(-rows // tile.rows)
-    most = INTERPRETED_PROGRAMS if INTERPRETED.value else tile.programs * _multiprocessors(x.device)
+    most = INTERPRETED_PROGRAMS if INTERPRETED.value else tile.programs * multiprocessors(x.device)
     options = {
         "HIDDEN": hidden, "GROUPS": groups, "ROWS": tile.rows, "ROUNDS": rounds, "STAGES": tile.stages,
         "num_warps": warps,
@@ -185,12 +186,3 @@ def _scale(p: float) -> float:
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return a pointer's worth of something where a kernel will not look."""
     return other if tensor is None else tensor
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

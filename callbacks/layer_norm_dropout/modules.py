@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasttrain.callbacks.layer_norm_dropout.fused import dropout_add_layer_norm, twin
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import why_not_passed_by, with_state_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -91,14 +91,14 @@ class FusedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 def fused_output(module: nn.Module, roles: Roles) -> nn.Module:
     """Return the fused form of a module that is norm(dropout(dense(x)) + residual)."""
-    fused = _with_the_state_of(module, DenseDropoutAddNorm)
+    fused = with_state_of(module, DenseDropoutAddNorm)
     fused._roles = roles
     return fused
 
 
 def fused_layer(layer: nn.TransformerEncoderLayer) -> nn.Module:
     """Return the fused form of a layer."""
-    return _with_the_state_of(layer, FusedTransformerEncoderLayer)
+    return with_state_of(layer, FusedTransformerEncoderLayer)
 
 
 def _normalized(
@@ -123,13 +123,3 @@ def _product_and_bias(dense: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | Non
         return F.linear(x, dense.weight), dense.bias
     product: Tensor = dense(x)
     return product, None
-
-
-def _with_the_state_of(old: nn.Module, kind: type[M]) -> M:
-    """Return a module of another class with the same parameters, buffers, submodules, hooks and attributes.
-
-    The dictionaries that hold them are shared, so that moving one module to a device moves the other.
-    """
-    new: Any = kind.__new__(kind)
-    vars(new).update(vars(old))
-    return new  # type: ignore[no-any-return]
