@@ -4,31 +4,25 @@ import copy
 import io
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fasttrain.callbacks.bn_relu import (
     BNReLUPatches,
     BNReLUSurgery,
-    FusedBNReLU,
     batch_norm_add_relu,
     batch_norm_dual_relu,
     batch_norm_relu,
     twin,
 )
-from fasttrain.callbacks.bn_relu.optimization import BNReLUOptimization
 from fasttrain.callbacks.bn_relu.reference import SUM_TOLERANCE, TOLERANCE, normalized, reference, updated
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
-from fasttrain.measure import StepProbe
-from fasttrain.optimization import Applies, Change, Context, ExampleBatch, Refuses
-from fasttrain.patches import PatchConfig
+from fasttrain.optimization import Change
 
 pytest.importorskip("triton")
 from fasttrain.callbacks.bn_relu import in_triton
@@ -477,67 +471,3 @@ def test_torch_compile_takes_the_fused_modules_whole() -> None:
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-5)
     for one, two in zip(found[1].values(), wanted[1].values(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-5)
-
-
-class Classifier(pl.LightningModule):
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net = net or nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), BasicBlock(4, 4), nn.Flatten(), nn.Linear(4 * 36, 2)
-        )
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(float(loss.detach()))
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(torch.randn(4, 3, 8, 8, generator=generator)), batch_size=2)
-
-
-def trained(*callbacks: pl.Callback) -> Classifier:
-    torch.manual_seed(0)
-    module = Classifier()
-    pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), logger=False, max_epochs=2, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    ).fit(module, datamodule=Data())  # fmt: skip
-    return module
-
-
-def test_the_callback_trains_the_same_and_can_be_undone() -> None:
-    callback = FusedBNReLU()
-    plain, patched = trained(), trained(callback)
-    assert patched.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert patched.losses[-1] != patched.losses[0]
-    assert callback.changes == [Change("net.3", "TrainedBasicBlock"), Change("net.1", "FusedBatchNormReLU")]
-    callback.undo()
-    assert type(patched.net[1]) is nn.BatchNorm2d
-    assert type(patched.net[3]) is BasicBlock
-    with pytest.raises(
-        OptimizationError, match=r"^bn_relu: Classifier has no BatchNorm2d that .* a ReLU; leave it out\.$"
-    ):
-        FusedBNReLU().setup(None, Classifier(nn.ReLU()), "fit")  # type: ignore[arg-type]
-
-
-def test_the_plans_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(self: StepProbe, prepare: Any = None, autocast: Any = None, **options: Any) -> list[float]:
-        return [10.0 if prepare is None else 5.0]
-
-    def check(module: pl.LightningModule, *asked: str) -> Any:
-        context = Context(module, Data(), CPU, example=ExampleBatch(Data()), asked_for=frozenset(asked))
-        return BNReLUOptimization(PatchConfig()).check(context)
-
-    monkeypatch.setattr(StepProbe, "sample_ms", timed)
-    verdict = check(Classifier(), "channels_last")
-    assert isinstance(verdict, Applies)
-    assert verdict.note.startswith("2 sites; measured 5 ms a step against 10")
-    assert check(Classifier()) == Applies(f"{verdict.note}; made for channels_last, which is not asked for")
-    assert check(Classifier(nn.ReLU())) == Refuses("Classifier has no BatchNorm2d that could be fused with a ReLU")

@@ -5,19 +5,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from fasttrain.callbacks.gemm_relu import (
-    FusedGemmReLU,
     FusedMLP,
-    GemmReLUConfig,
-    GemmReLUOptimization,
     MLPPatches,
     fused_mlp,
     linear_relu_chain,
@@ -26,8 +21,7 @@ from fasttrain.callbacks.gemm_relu.modules import Chain, parts
 from fasttrain.callbacks.gemm_relu.reference import TOLERANCE, reference
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
-from fasttrain.measure import StepProbe
-from fasttrain.optimization import Applies, Change, Context, ExampleBatch, Refuses
+from fasttrain.optimization import Change
 from fasttrain.patches import PatchSurgery
 
 pytest.importorskip("triton")
@@ -420,58 +414,3 @@ def test_torch_compile_takes_the_module_whole() -> None:
     PatchSurgery(model, MLPPatches()).apply()
     wanted = gradients(model, x)
     torch.testing.assert_close(gradients(torch.compile(model, backend="aot_eager", fullgraph=True), x), wanted)
-
-
-class Regression(pl.LightningModule):
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net = net or Model()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(float(loss.detach()))
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(8, 5, generator=torch.Generator().manual_seed(0))), batch_size=4)
-
-
-def trained(*callbacks: pl.Callback) -> Regression:
-    torch.manual_seed(0)
-    module = Regression()
-    pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), logger=False, max_epochs=2, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    ).fit(module, datamodule=Data())  # fmt: skip
-    return module
-
-
-def test_the_callback_trains_the_same_and_can_be_undone() -> None:
-    callback = FusedGemmReLU()
-    plain, ours = trained(), trained(callback)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert callback.changes == [Change("net.bottom", "FusedMLP"), Change("net.top", "FusedMLP")]
-    callback.undo()
-    assert type(ours.net.bottom) is nn.Sequential
-    with pytest.raises(OptimizationError, match=r"^gemm_relu: Regression has no nn.Linear, .*; leave it out\.$"):
-        FusedGemmReLU().setup(None, Regression(nn.ReLU()), "fit")  # type: ignore[arg-type]
-
-
-def test_it_applies_where_it_measures_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timed(self: StepProbe, prepare: Any = None, autocast: Any = None, **options: Any) -> list[float]:
-        return [10.0 if prepare is None else 5.0]
-
-    monkeypatch.setattr(StepProbe, "sample_ms", timed)
-    data = Data()
-    optimization = GemmReLUOptimization(GemmReLUConfig())
-    verdict = optimization.check(Context(Regression(), data, CPU, example=ExampleBatch(data)))
-    assert isinstance(verdict, Applies)
-    assert verdict.note.startswith("2 sites; measured 5 ms a step against 10")
-    refused = optimization.check(Context(Regression(nn.ReLU()), data, CPU, example=ExampleBatch(data)))
-    assert refused == Refuses("Regression has no nn.Linear, and so no chain of linear layers and ReLUs")

@@ -4,10 +4,8 @@ import copy
 import io
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from fasttrain.callbacks.layer_norm_dropout import (
     DropoutAddLayerNorm,
-    FusedDropoutAddLayerNorm,
-    LayerNormDropoutOptimization,
     LayerNormDropoutPatches,
     draw_seed,
     dropout_add_layer_norm,
@@ -30,10 +25,9 @@ from fasttrain.callbacks.layer_norm_dropout import (
 from fasttrain.callbacks.layer_norm_dropout.mask import _philox, threshold
 from fasttrain.callbacks.layer_norm_dropout.modules import DenseDropoutAddNorm, FusedTransformerEncoderLayer
 from fasttrain.callbacks.layer_norm_dropout.reference import TOLERANCE, reference
-from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Change, Context, Refuses
-from fasttrain.patches import PatchConfig, PatchSurgery
+from fasttrain.optimization import Change
+from fasttrain.patches import PatchSurgery
 
 pytest.importorskip("triton")
 from fasttrain.callbacks.layer_norm_dropout import in_triton
@@ -631,61 +625,6 @@ def test_compiled_it_is_pytorchs_operators(autocast: bool) -> None:
 
 
 # ---- the doors
-
-
-class Tokens(pl.LightningModule):
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net = net or Model()
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = (self.net(batch[0]) - batch[0].flip(0)).square().mean()
-        self.losses.append(float(loss.detach()))
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(torch.randn(6, 16, generator=generator)), batch_size=3)
-
-
-def trained(*callbacks: pl.Callback) -> Tokens:
-    torch.manual_seed(0)
-    module = Tokens()
-    pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), logger=False, max_epochs=2, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    ).fit(module, datamodule=Data())  # fmt: skip
-    return module
-
-
-def test_the_callback_trains_the_same_and_can_be_undone() -> None:
-    callback = FusedDropoutAddLayerNorm()
-    plain, ours = trained(), trained(callback)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert ours.losses[-1] != ours.losses[0]
-    assert callback.changes == [Change(f"net.{name}", "DenseDropoutAddNorm") for name in ("first", "second")]
-    callback.undo()
-    assert isinstance(ours.net, Model)
-    assert type(ours.net.first) is BertSelfOutput
-    with pytest.raises(OptimizationError, match=r"^layer_norm_dropout: Tokens has no nn\.LayerNorm .*; leave it out\.$"):
-        FusedDropoutAddLayerNorm().setup(None, Tokens(nn.ReLU()), "fit")  # type: ignore[arg-type]
-
-
-def test_the_plan() -> None:
-    def check(module: pl.LightningModule) -> Any:
-        context = Context(module, Data(), Hardware("cpu", "cpu", "a CPU", 2))
-        return LayerNormDropoutOptimization(replace(PatchConfig(), measure=False)).check(context)
-
-    assert check(Tokens()) == Applies("2 sites; not measured, as asked")
-    assert check(Tokens(nn.ReLU())) == Refuses(
-        "Tokens has no nn.LayerNorm to fuse dropout and a residual addition with"
-    )
 
 
 def test_the_fused_layer_is_still_pytorchs() -> None:

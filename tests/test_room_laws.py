@@ -9,14 +9,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from everything import Data, Module, NothingToDo
 from omegaconf import OmegaConf
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchvision.models.resnet import Bottleneck
-from torchvision.ops import FrozenBatchNorm2d, sigmoid_focal_loss
 
 import fasttrain
 from fasttrain.bench import find_cases
@@ -35,59 +32,6 @@ ROOMS = Path(fasttrain.__file__).parent / "callbacks"
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
 
 every_room = pytest.mark.parametrize("name", CATALOGUE)
-
-
-class LossOfLevels(nn.Module):
-    """A focal loss that a room may put its own in the place of."""
-
-    fasttrain_role = "sigmoid_focal_loss"
-    alpha, gamma = 0.25, 2.0
-
-    def forward(self, levels: list[Tensor], targets: Tensor) -> Tensor:
-        logits = torch.cat(levels, dim=1)
-        wanted = nn.functional.one_hot(targets.clamp(min=0), logits.shape[2]).to(logits)
-        return sigmoid_focal_loss(logits, wanted, self.alpha, self.gamma, reduction="sum")
-
-
-class Module(pl.LightningModule):
-    """A bit of everything that an optimization may look for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.images = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),  # trained normalization
-            nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),  # frozen, below
-            nn.Sequential(Bottleneck(8, 2, norm_layer=FrozenBatchNorm2d)), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
-        )  # fmt: skip
-        self.images[4].eval().requires_grad_(False)
-        self.tokens = nn.Sequential(
-            nn.Linear(8 * 36, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8),
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), nn.Linear(8, 4),
-        )  # fmt: skip
-        self.focal_loss = LossOfLevels()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.tokens(self.images(batch[0])[:, None])[:, 0]
-        loss = nn.functional.cross_entropy(logits, batch[1]) + self.focal_loss([logits[:, None]], batch[1][:, None])
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        images = torch.randn(8, 3, 8, 8, generator=generator)
-        return DataLoader(TensorDataset(images, torch.arange(8) % 4), batch_size=4, shuffle=True)
-
-
-class NothingToDo(pl.LightningModule):
-    """Has no parameter, and its step can't run."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise ValueError("not made for this")
 
 
 def room(name: str) -> Optimization[Any]:
