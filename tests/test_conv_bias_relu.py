@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fasttrain.callbacks.conv_bias_relu import conv_bias, conv_bias_relu
+from fasttrain.callbacks.conv_bias_relu import conv_bias, conv_bias_relu, tiers
 from fasttrain.callbacks.conv_bias_relu.geometry import Geometry
 from fasttrain.callbacks.conv_bias_relu.reference import TOLERANCE, reference
 from fasttrain.callbacks.conv_bias_relu.tiers import tier_for
@@ -183,6 +183,7 @@ def test_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     def auto(relu: bool = True, x: Tensor = x, weight: Tensor = weight, groups: int = 1) -> str:
         return tier_for("auto", x, weight, x.dtype, PLAIN._replace(groups=groups), relu)
 
+    monkeypatch.setattr(tiers, "_has_cudnn_graph", lambda: False)
     assert auto() == "cudnn"
     assert auto(relu=False) == "triton"
     assert auto(x=x.double(), weight=weight.double()) == "torch"
@@ -191,8 +192,28 @@ def test_who_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto(x=x[:0]) == "torch"
     assert auto(weight=torch.randn(3, 1, 3, 3), groups=3) == "triton", "depthwise"
     assert auto(weight=weight.half()) == "torch", "which says what is wrong"
+    half = {"x": x.half(), "weight": weight.half()}
+    assert auto(relu=False, **half) == "triton"
+    monkeypatch.setattr(tiers, "_has_cudnn_graph", lambda: True)
+    assert auto(relu=False, **half) == "cudnn_graph"
+    assert auto(**half) == "cudnn"
+    assert auto(relu=False) == "triton", "float32"
+    assert auto(relu=False, x=half["x"], weight=torch.randn(6, 1, 3, 3).half(), groups=3) == "triton"
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     assert auto() == "triton"
+    assert auto(relu=False, **half) == "triton"
+
+
+def test_a_package_that_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, _ = work((2, 3, 4, 4), 5, PLAIN)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(tiers, "_has_cudnn_graph", lambda: False)
+    with pytest.raises(
+        OptimizationError, match=r"'cudnn_graph' can't take this: the package nvidia-cudnn-frontend is "
+    ):
+        tier_for("cudnn_graph", x, weight, x.dtype, PLAIN, False)
+    monkeypatch.setattr(tiers, "_has_cudnn_graph", lambda: True)
+    assert tier_for("cudnn_graph", x, weight, x.dtype, PLAIN, False) == "cudnn_graph"
 
 
 def test_what_cudnn_refuses_is_done_in_two_passes_and_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from fasttrain import proving
 from fasttrain.callbacks.conv_bias_relu import in_apex
@@ -231,44 +228,6 @@ def test_another_trial_is_another_question(monkeypatch: pytest.MonkeyPatch, fake
     source.write_text("def trial() -> None: raise ValueError('stricter')\n")
     proving._proof.cache_clear()
     assert prove(mine).reason == "Apex's double raised ValueError: stricter"
-
-
-class Net(nn.Module):
-    """Has an operator in two tiers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.tier = "apex" if prove(in_apex.TRIAL).ok else "torch"
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.tier == "apex":
-            return in_apex.conv_bias_relu(x, self.conv.weight, self.conv.bias, 1, 1)  # type: ignore[arg-type]
-        return self.conv(x).relu()
-
-
-class Lit(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_training_goes_on_with_the_next_tier(monkeypatch: pytest.MonkeyPatch, fake_apex: Path) -> None:
-    monkeypatch.setenv("FAKE_APEX", "segfault")
-    module = Lit()
-    before = module.net.conv.weight.detach().clone()
-    trainer = pl.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-    trainer.fit(module, DataLoader(torch.randn(4, 3, 8, 8), batch_size=2))  # type: ignore[arg-type]
-    assert module.net.tier == "torch"
-    assert not torch.equal(before, module.net.conv.weight)
-    assert prove(in_apex.TRIAL).reason == "Apex's ConvBiasReLU ended its process by SIGSEGV (Segmentation fault)"
 
 
 @pytest.mark.parametrize(

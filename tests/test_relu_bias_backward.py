@@ -13,7 +13,15 @@ from fasttrain.errors import OptimizationError
 
 pytest.importorskip("triton")
 from fasttrain.callbacks.relu_bias_backward import in_triton
-from fasttrain.callbacks.relu_bias_backward.in_triton import Tiling, rows_together
+from fasttrain.callbacks.relu_bias_backward.in_triton import (
+    MASKED,
+    SUMS,
+    WIDE_SUMS,
+    Tiling,
+    programs_for,
+    rows_together,
+    tiling_for,
+)
 from fasttrain.callbacks.relu_bias_backward.kernel import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
@@ -54,7 +62,13 @@ def test_equals_pytorch(tier: Any, dtype: torch.dtype, rows: int, columns: int, 
     assert_sums(column_sums(g, tier), expected(g, None)[1], rows)
 
 
-@pytest.mark.parametrize("tiling", [Tiling(64, 16, 1, 3, 16, 1), Tiling(256, 256, 4, 8), Tiling(32, 64, 1, 1, 16, 1)])
+TILINGS = [
+    Tiling(64, 16, 1, 3, 1, 1, fold_rows=16, fold_columns=4, fold_warps=1), Tiling(256, 256, 4, 8),
+    Tiling(32, 64, 1, 1, 1, 1, fold_rows=16, fold_columns=32, fold_warps=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 12), (100, 36), (33, 70), (1, 5)])
 def test_any_tiling_covers_the_matrix(tiling: Tiling, rows: int, columns: int) -> None:
     torch.manual_seed(0)
@@ -71,6 +85,28 @@ def test_any_tiling_covers_the_matrix(tiling: Tiling, rows: int, columns: int) -
 )
 def test_narrow_rows_are_seen_together(rows: int, columns: int, together: int) -> None:
     assert rows_together(rows, columns, 256) == together
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "relu", "tiling", "programs"),
+    [
+        (160000, 256, True, MASKED, 792),  # all that the GPU holds at once
+        (160000, 2376, True, MASKED, 2),
+        (40000, 256, True, MASKED, 500),
+        (10000, 256, True, MASKED, 264),  # a small matrix, which is not worth more lines of sums
+        (160, 256, True, MASKED, 10),  # one for each tile
+        (160000, 256, False, SUMS, 1056),
+        (160000, 36, False, SUMS, 31),
+        (6912, 1024, False, SUMS, 86),
+        (160000, 2376, False, WIDE_SUMS, 3),
+        (100, 2**20, False, WIDE_SUMS, 1),
+    ],
+)
+def test_how_many_programs_share_a_column(rows: int, columns: int, relu: bool, tiling: Tiling, programs: int) -> None:
+    assert tiling_for(rows, columns, relu) is tiling
+    together = rows_together(rows, columns, tiling.columns)
+    tiles = -(-rows // together // (tiling.elements // tiling.columns))
+    assert programs_for(tiles, columns * together // tiling.columns, tiling) == programs
 
 
 @both_tiers

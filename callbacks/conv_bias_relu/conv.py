@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fasttrain.callbacks.conv_bias_relu import in_torch
+from fasttrain.callbacks.conv_bias_relu import in_apex, in_torch
 from fasttrain.callbacks.conv_bias_relu.geometry import Geometry, Pair
 from fasttrain.callbacks.conv_bias_relu.tiers import Tier, autocast_dtype, tier_for
 from fasttrain.errors import OptimizationError
@@ -31,7 +31,7 @@ def conv_bias_relu(
         weight: I is C / groups; its gradient, and that of the bias, come in its own dtype.
         bias: summed up in float32 in the backward, whatever the dtype of x.
         stride, padding, dilation, groups: as of torch.nn.functional.conv2d; padding is zeros, and in numbers.
-        tier: "auto" chooses, see `tiers.tier_for`. "cudnn" and "triton" can be asked for; "torch" is conv2d and relu.
+        tier: "auto" chooses, see `tiers.Tier` for what else can be asked for.
 
     Raises:
         OptimizationError: the bias has not one value for each output channel, or the tier asked for can't take these;
@@ -66,7 +66,10 @@ def _fused(x: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry, relu: bo
     x = x.to(dtype).contiguous(memory_format=last)
     weight = _cast_once(weight, dtype).contiguous(memory_format=last)
     # The gradient goes past the rounded one, in float32, and is added up over a shared head's levels in float32.
-    rounded_bias = _cast_once(bias, dtype).detach()
+    cast_bias = _cast_once(bias, dtype)
+    if chosen == "apex":
+        return in_apex.conv_bias_relu(x, weight, cast_bias, geometry.padding[0], geometry.stride[0])
+    rounded_bias = cast_bias.detach()
     engine = _engine(chosen)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, weight, bias)):
         return engine(x, weight, bias, rounded_bias, geometry, relu)
@@ -76,9 +79,10 @@ def _fused(x: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry, relu: bo
 
 
 def _engine(tier: Tier) -> Engine:
-    from fasttrain.callbacks.conv_bias_relu import in_cudnn, in_triton  # where Triton isn't installed they can't be
+    from fasttrain.callbacks.conv_bias_relu import in_cudnn, in_cudnn_graph, in_triton  # without Triton they can't be
 
-    return in_cudnn.forward if tier == "cudnn" else in_triton.forward
+    engines: dict[Tier, Engine] = {"cudnn": in_cudnn.forward, "cudnn_graph": in_cudnn_graph.forward}
+    return engines.get(tier, in_triton.forward)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

@@ -1,5 +1,6 @@
 """How a convolution goes over its input, in numbers alone."""
 
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,10 +35,14 @@ class Geometry(NamedTuple):
             pairs.append((pair[0], pair[1]))
         return cls(pairs[0], pairs[1], pairs[2], groups)
 
-    def output_elements(self, x: Tensor, weight: Tensor) -> int:
-        """Return the size of the output, in elements, for an input (N, C, H, W)."""
-        count = x.shape[0] * weight.shape[0]
+    def output_shape(self, x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
+        """Return the shape of the output for an input (N, C, H, W)."""
+        sides = []
         for i in (0, 1):
             reach = self.dilation[i] * (weight.shape[2 + i] - 1) + 1
-            count *= max(0, (x.shape[2 + i] + 2 * self.padding[i] - reach) // self.stride[i] + 1)
-        return count
+            sides.append(max(0, (x.shape[2 + i] + 2 * self.padding[i] - reach) // self.stride[i] + 1))
+        return x.shape[0], weight.shape[0], sides[0], sides[1]
+
+    def output_elements(self, x: Tensor, weight: Tensor) -> int:
+        """Return the size of the output, in elements, for an input (N, C, H, W)."""
+        return prod(self.output_shape(x, weight))

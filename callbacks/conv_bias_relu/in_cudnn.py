@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fasttrain.callbacks.conv_bias_relu import in_triton
 from fasttrain.callbacks.conv_bias_relu.geometry import Geometry
+from fasttrain.callbacks.conv_bias_relu.refusals import is_refusal
 
 # Shapes for which cuDNN has said that it has no such kernel; asking again would take as long.
 _refused: set[object] = set()
@@ -32,8 +33,8 @@ def forward(
         try:
             y = torch.cudnn_convolution_relu(x, weight, rounded_bias, stride, padding, dilation, groups)
             return y.contiguous(memory_format=torch.channels_last)  # itself
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # its text depends on the versions of PyTorch and cuDNN
+        except RuntimeError as error:
+            if not is_refusal(error, x):
+                raise
             _refused.add(key)
     return in_triton.forward(x, weight, bias, rounded_bias, geometry, relu)

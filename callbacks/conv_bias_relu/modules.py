@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from fasttrain.callbacks.conv_bias_relu.conv import conv_bias, conv_bias_relu
 from fasttrain.callbacks.conv_bias_relu.geometry import Geometry, Pair
+from fasttrain.callbacks.conv_bias_relu.tiers import Tier
 
 C = TypeVar("C", bound=nn.Conv2d)
 
@@ -14,32 +15,34 @@ class ConvBiasReLU(nn.Conv2d):
     """A Conv2d with bias and the ReLU behind it; made by `fused_from`."""
 
     _geometry: Geometry
+    _tier: Tier
 
     def forward(self, input: Tensor) -> Tensor:
         """Return relu(conv(input))."""
         assert self.bias is not None
-        return conv_bias_relu(input, self.weight, self.bias, *self._geometry)
+        return conv_bias_relu(input, self.weight, self.bias, *self._geometry, tier=self._tier)
 
 
 class ConvBias(nn.Conv2d):
     """A Conv2d with bias that no ReLU follows; made by `fused_from`."""
 
     _geometry: Geometry
+    _tier: Tier
 
     def forward(self, input: Tensor) -> Tensor:
         """Return conv(input)."""
         assert self.bias is not None
-        return conv_bias(input, self.weight, self.bias, *self._geometry)
+        return conv_bias(input, self.weight, self.bias, *self._geometry, tier=self._tier)
 
 
-def fused_from(conv: nn.Conv2d, kind: type[C]) -> C:
+def fused_from(conv: nn.Conv2d, kind: type[C], tier: Tier = "auto") -> C:
     """Return a module of the class `kind` with the same parameters, hooks and attributes as a convolution.
 
     The dictionaries that hold them are shared, so that moving one module to a device moves the other.
     """
     new: Any = kind.__new__(kind)
     vars(new).update(vars(conv))
-    new._geometry = geometry_of(conv)
+    new._geometry, new._tier = geometry_of(conv), tier
     return new  # type: ignore[no-any-return]
 
 

@@ -7,15 +7,20 @@ from functools import partial
 from torch import nn
 
 from fasttrain.callbacks.conv_bias_relu.modules import ConvBias, ConvBiasReLU, fused_from, geometry_of
-from fasttrain.followed_by import followed_by
+from fasttrain.callbacks.conv_bias_relu.tiers import Tier
+from fasttrain.followed_by import followed_by, is_relu
 from fasttrain.patches import ModulePatches, PatchSite
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
 
 
 class ConvBiasReLUPatches(ModulePatches):
     """The sites: Conv2d with bias and the ReLU behind it, and Conv2d with bias alone."""
 
     room = "conv_bias_relu"
+
+    def __init__(self, tier: Tier = "auto") -> None:
+        self.tier: Tier = tier
+        """Who computes, at every site."""
 
     def sites(self, model: nn.Module) -> list[PatchSite]:
         """Return the convolutions that are not fused yet.
@@ -26,7 +31,7 @@ class ConvBiasReLUPatches(ModulePatches):
         forms: dict[int, set[bool]] = {}
         for _, conv, relu in places:
             forms.setdefault(id(conv), set()).add(relu is not None)
-        return [_site(path, conv, relu) for path, conv, relu in places if len(forms[id(conv)]) == 1]
+        return [_site(path, conv, relu, self.tier) for path, conv, relu in places if len(forms[id(conv)]) == 1]
 
     def why_no_site(self, model: nn.Module) -> str:
         """Count the model's convolutions by what they lack."""
@@ -62,27 +67,19 @@ _Place = tuple[str, nn.Conv2d, tuple[str, nn.Module] | None]
 def _places_in(path: str, parent: nn.Module) -> Iterator[_Place]:
     """Yield path and module of each convolution among a module's children, and of the ReLU that it runs into alone."""
     children = parent._modules
-    relus = dict(followed_by(parent, _is_conv, _is_relu))
+    relus = dict(followed_by(parent, _is_conv, is_relu))
     for name, child in children.items():
         if isinstance(child, nn.Conv2d) and why_not_fused(child) is None:
             relu = relus.get(name)
-            followed = None if relu is None else (_joined(path, relu), parent.get_submodule(relu))
-            yield _joined(path, name), child, followed
+            followed = None if relu is None else (joined(path, relu), parent.get_submodule(relu))
+            yield joined(path, name), child, followed
 
 
-def _site(path: str, conv: nn.Conv2d, relu: tuple[str, nn.Module] | None) -> PatchSite:
+def _site(path: str, conv: nn.Conv2d, relu: tuple[str, nn.Module] | None, tier: Tier) -> PatchSite:
     if relu is None:
-        return PatchSite(path, conv, partial(fused_from, conv, ConvBias))
-    return PatchSite(path, nn.Sequential(conv, relu[1]), partial(fused_from, conv, ConvBiasReLU), (relu[0],))
+        return PatchSite(path, conv, partial(fused_from, conv, ConvBias, tier))
+    return PatchSite(path, nn.Sequential(conv, relu[1]), partial(fused_from, conv, ConvBiasReLU, tier), (relu[0],))
 
 
 def _is_conv(module: nn.Module) -> bool:
     return why_not_fused(module) is None
-
-
-def _is_relu(module: nn.Module) -> bool:
-    return type(module) is nn.ReLU and why_not_passed_by(module) is None
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

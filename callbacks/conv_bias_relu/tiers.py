@@ -1,18 +1,21 @@
 """Who computes."""
 
 from functools import cache
-from importlib.util import find_spec
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fasttrain.callbacks.conv_bias_relu import in_apex
 from fasttrain.callbacks.conv_bias_relu.geometry import Geometry
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError, nearest
+from fasttrain.fingerprint import why_not_importable
 
-Tier = Literal["auto", "cudnn", "triton", "torch"]
-"""cudnn: bias and ReLU in cuDNN's kernel. triton: PyTorch's convolution, then bias and ReLU in one pass. Both have the
-backward in which the ReLU's and the bias's gradients are one pass. torch: conv2d and relu."""
+Tier = Literal["auto", "cudnn", "cudnn_graph", "triton", "torch", "apex"]
+"""cudnn: bias and ReLU in cuDNN's kernel. cudnn_graph: the bias alone too. triton: PyTorch's convolution, then bias and
+ReLU in one pass. These have the backward in which the ReLU's and the bias's gradients are one pass. torch: conv2d and
+relu. apex: Apex's operator where it can be believed, and where not, as "auto"."""
 
 # cuDNN counts elements in 32 bits; PyTorch splits larger convolutions, and this operator of it does not.
 _MOST_ELEMENTS = 2**31
@@ -21,7 +24,7 @@ _MOST_ELEMENTS = 2**31
 def tier_for(
     asked: Tier, x: Tensor, weight: Tensor, dtype: torch.dtype, geometry: Geometry, relu: bool
 ) -> Tier:  # fmt: skip
-    """Return "cudnn", "triton" or "torch" for an input and a weight, computed in `dtype`.
+    """Return a tier other than "auto" for an input and a weight, computed in `dtype`.
 
     Raises:
         OptimizationError: there is no such tier, or what was asked for can't take these.
@@ -31,11 +34,19 @@ def tier_for(
     if asked == "torch":
         return asked
     reason = _why_not_fused(x, weight, dtype)
-    if asked == "auto":
-        if reason is not None or not x.is_cuda or not _triton_runs() or not _is_channels_last(x, weight):
+    if asked == "apex" and reason is None and in_apex.takes(x, weight, dtype, geometry, relu):
+        return asked
+    if asked in ("auto", "apex"):
+        if reason is not None or not x.is_cuda or not triton_runs() or not _is_channels_last(x, weight):
             return "torch"
-        return "cudnn" if relu and _cudnn_is_good_at(x, weight, geometry) else "triton"
-    if asked == "cudnn" and not x.is_cuda:
+        if not _cudnn_is_good_at(x, weight, geometry):
+            return "triton"
+        if relu:
+            return "cudnn"
+        return "cudnn_graph" if dtype.itemsize == 2 and geometry.groups == 1 and _has_cudnn_graph() else "triton"
+    if asked == "cudnn_graph" and not _has_cudnn_graph():
+        reason = "the package nvidia-cudnn-frontend is not installed (pip install 'fasttrain[cudnn]')"
+    if asked in ("cudnn", "cudnn_graph") and not x.is_cuda:
         reason = f"an NVIDIA GPU is needed, and x is on {x.device.type}"
     if reason is not None:
         raise OptimizationError(f"conv_bias_relu: tier='{asked}' can't take this: {reason}; tier='auto' can.")
@@ -74,5 +85,5 @@ def _cudnn_is_good_at(x: Tensor, weight: Tensor, geometry: Geometry) -> bool:
 
 
 @cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
+def _has_cudnn_graph() -> bool:
+    return why_not_importable("cudnn") is None

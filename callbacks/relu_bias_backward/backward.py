@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fasttrain.callbacks.relu_bias_backward import in_torch
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError, nearest
 
 if TYPE_CHECKING:
@@ -76,12 +75,7 @@ def _backward(g: Tensor, y: Tensor | None, tier: Tier) -> tuple[Tensor | None, T
 def _has_kernel(g: Tensor, y: Tensor | None) -> bool:
     matrices = (g,) if y is None else (g, y)
     kernels = torch.float16, torch.bfloat16, torch.float32
-    return g.device.type == "cuda" and _triton_runs() and all(m.dtype in kernels for m in matrices)
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
+    return g.device.type == "cuda" and triton_runs() and all(m.dtype in kernels for m in matrices)
 
 
 def _check(g: Tensor, y: Tensor | None) -> None:

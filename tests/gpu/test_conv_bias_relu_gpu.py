@@ -1,6 +1,7 @@
 """conv_bias_relu on a GPU: every tier against the reference, in a captured graph, compiled, in RetinaNet's heads."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -126,7 +127,94 @@ def test_the_last_layer_of_the_heads(dtype: torch.dtype, outputs: int) -> None:
 def test_auto_takes_cudnn_for_relu() -> None:
     x, weight, _ = work((2, 64, 8, 8), 64, PLAIN, 3, torch.float16)
     assert tier_for("auto", x, weight, x.dtype, PLAIN, True) == "cudnn"
-    assert tier_for("auto", x, weight, x.dtype, PLAIN, False) == "triton"
+    assert tier_for("auto", x, weight, x.dtype, PLAIN, False) == ("cudnn_graph" if find_spec("cudnn") else "triton")
+
+
+@pytest.fixture
+def graph(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """cuDNN's graphs, of which nothing is planned yet."""
+    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+    from fasttrain.callbacks.conv_bias_relu import in_cudnn_graph
+
+    monkeypatch.setattr(in_cudnn_graph, "_plans", {})
+    monkeypatch.setattr(in_cudnn_graph, "TRIED", 2)
+    return in_cudnn_graph
+
+
+def planned(graph: Any) -> list[bool]:
+    return [plan is not None for plan in graph._plans.values()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("benchmark", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "outputs", "kernel", "geometry"),
+    [
+        ((2, 256, 25, 25), 264, 3, PLAIN),
+        ((2, 64, 13, 11), 36, 3, PLAIN._replace(stride=(2, 1))),
+        ((3, 128, 7, 7), 64, 1, PLAIN._replace(padding=(0, 0))),
+    ],
+)
+def test_cudnns_graphs(
+    graph: Any, dtype: torch.dtype, benchmark: bool, shape: tuple[int, int, int, int], outputs: int, kernel: int,
+    geometry: Geometry,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark, allow_tf32=False):
+        assert_equals_reference(work(shape, outputs, geometry, kernel, dtype), geometry, False, "cudnn_graph")
+    assert len(planned(graph)) == 1
+    if not benchmark:
+        assert planned(graph) == [True], "these are kernels that it has"
+
+
+def test_a_graph_of_cudnn_in_a_captured_graph(graph: Any) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (t.detach() for t in work((2, 64, 16, 16), 64, PLAIN, 3, torch.float16))
+    other = x[:1].clone(memory_format=LAST)
+
+    def call() -> list[Tensor]:
+        return [conv_bias(x, weight, bias, padding=1, tier="cudnn_graph")]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        torch.nn.functional.conv2d(other, weight, None, padding=1)
+        conv_bias(other, weight, bias, padding=1, tier="triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    assert planned(graph) == [True]
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        kept = [*call(), conv_bias(other, weight, bias, padding=1, tier="cudnn_graph")]
+    assert planned(graph) == [True], "none is planned in a capture"
+    for tensor in (x, other, bias):
+        tensor.copy_(torch.randn_like(tensor))
+    captured.replay()
+    for value, y in zip((x, other), kept, strict=True):
+        assert off(y, reference(value.double(), weight.double(), bias.double(), PLAIN, False)) < 2e-3
+
+
+def test_not_a_number_goes_through_a_graph_of_cudnn_and_a_bias_may_begin_anywhere(graph: Any) -> None:
+    x, weight, bias = (t.detach() for t in work((1, 64, 8, 8), 64, PLAIN, 3, torch.float16))
+    x[0, 0, 0, 0] = torch.nan
+    y = conv_bias(x, weight, bias, padding=1, tier="cudnn_graph")
+    assert torch.equal(y.isnan(), reference(x, weight, bias, PLAIN, False).isnan())
+    moved = torch.empty(65, device="cuda", dtype=torch.float16)[1:].copy_(bias)
+    x.zero_()
+    assert torch.equal(
+        conv_bias(x, weight, moved, padding=1, tier="cudnn_graph"), conv_bias(x, weight, bias, padding=1, tier="triton")
+    )
+
+
+def test_apexs_operator_where_it_is() -> None:
+    from fasttrain.callbacks.conv_bias_relu import in_apex
+
+    if not in_apex.prove(in_apex.TRIAL).ok:
+        pytest.skip(in_apex.prove(in_apex.TRIAL).reason)
+    torch.manual_seed(0)
+    tensors = work((2, 64, 25, 25), 64, PLAIN, 3, torch.float16)
+    assert tier_for("apex", *tensors[:2], torch.float16, PLAIN, True) == "apex"
+    assert_equals_reference(tensors, PLAIN, True, "apex")
 
 
 @each_dtype
