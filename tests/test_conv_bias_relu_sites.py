@@ -2,25 +2,18 @@
 
 import copy
 import io
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops.misc import Conv2dNormActivation
 
 from fasttrain.callbacks.conv_bias_relu import (
-    ConvBiasReLUConfig,
-    ConvBiasReLUOptimization,
     ConvBiasReLUPatches,
-    FusedConvBiasReLU,
 )
 from fasttrain.environment import Hardware
-from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Change, Context, ExampleBatch, Refuses
+from fasttrain.optimization import Change
 from fasttrain.patches import PatchSurgery
 from fasttrain.recipes.retinanet.head import Head
 
@@ -195,62 +188,3 @@ def test_torch_compile_takes_the_fused_modules_whole() -> None:
     wanted = run(net, x)
     assert len(patched(net)) == 2
     torch.testing.assert_close(run(torch.compile(net, backend="aot_eager", fullgraph=True), x)[0], wanted[0])
-
-
-class Detector(pl.LightningModule):
-    def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net = net or nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(float(loss.detach()))
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(torch.randn(4, 3, 6, 6, generator=generator)), batch_size=2)
-
-
-def trained(*callbacks: pl.Callback) -> Detector:
-    torch.manual_seed(0)
-    module = Detector()
-    pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), logger=False, max_epochs=2, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    ).fit(module, datamodule=Data())  # fmt: skip
-    return module
-
-
-def test_the_callback_trains_the_same_and_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, callback = trained(), FusedConvBiasReLU()
-    with monkeypatch.context() as patch:
-        through_the_kernels(patch)
-        ours = trained(callback)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert callback.changes == [Change("net.0", "ConvBiasReLU"), Change("net.2", "ConvBias")]
-    callback.undo()
-    assert [type(layer) for layer in ours.net.children()] == [nn.Conv2d, nn.ReLU, nn.Conv2d]
-    with pytest.raises(
-        OptimizationError, match=r"^conv_bias_relu: Detector has no Conv2d whose bias could be fused; leave it out\.$"
-    ):
-        FusedConvBiasReLU().setup(None, Detector(nn.ReLU()), "fit")  # type: ignore[arg-type]
-
-
-def test_the_plans_door() -> None:
-    def check(module: pl.LightningModule, **config: Any) -> Any:
-        context = Context(module, Data(), CPU, example=ExampleBatch(Data()))
-        return ConvBiasReLUOptimization(ConvBiasReLUConfig(**config)).check(context)
-
-    verdict = check(Detector(), least_gain=-1e9)
-    assert isinstance(verdict, Applies)
-    assert verdict.note.startswith("2 sites; measured ")
-    note = "2 sites; not measured, as asked; made for channels_last, which is not asked for"
-    assert check(Detector(), measure=False) == Applies(note)
-    assert check(Detector(nn.ReLU())) == Refuses("Detector has no Conv2d whose bias could be fused")
