@@ -2,36 +2,38 @@
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.callbacks.bottleneck import (
-    BottleneckConfig,
     BottleneckOptimization,
     BottleneckPatches,
     BottleneckSurgery,
-    FusedBottlenecks,
     FusedStage,
     fused_stage,
     in_torch,
+    stage_function,
 )
+from fasttrain.callbacks.bottleneck import convolution as convolution_module
+from fasttrain.callbacks.bottleneck import stage as stage_module
+from fasttrain.callbacks.bottleneck import weight_gradients as weight_gradients_module
 from fasttrain.callbacks.bottleneck.constants import Constants
+from fasttrain.callbacks.bottleneck.operators import Geometry
 from fasttrain.callbacks.bottleneck.reference import GRADIENT_TOLERANCE, TOLERANCE, off, reference
 from fasttrain.callbacks.bottleneck.stage import twin
 from fasttrain.callbacks.frozen_bn import FrozenBNSurgery
 from fasttrain.environment import Hardware
-from fasttrain.errors import ConfigError, OptimizationError
-from fasttrain.optimization import Applies, Change, Context, ExampleBatch, Refuses
+from fasttrain.errors import OptimizationError
+from fasttrain.optimization import Change
 
 pytest.importorskip("triton")
 from fasttrain.callbacks.bottleneck import in_triton
@@ -40,7 +42,6 @@ from fasttrain.callbacks.bottleneck.kernel import INTERPRETED
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
 LAST = torch.channels_last
-SMALL = in_triton.Tiling(rows=16, columns=16, depth=16)
 both_tiers = pytest.mark.parametrize("tier", ["torch", "triton"])
 
 
@@ -117,92 +118,135 @@ def assert_equals_reference(net: nn.Sequential, x: Tensor, tier: Any) -> None:
             assert off(one, other) <= GRADIENT_TOLERANCE[x.dtype]
 
 
-# Products ------------------------------------------------------------------------------------------------------------
+# Back through 1x1 convolutions --------------------------------------------------------------------------------------
 
 
-def matrices(rows: int, depth: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = torch.randn(rows, depth, device=DEVICE), torch.randn(columns, depth, device=DEVICE)
-    return left.to(dtype), (right / depth**0.5).to(dtype), torch.randn(columns, device=DEVICE)
-
-
-def unpacked(bits: Tensor) -> Tensor:
-    return ((bits[..., None] >> torch.arange(8, device=bits.device)) & 1).bool().flatten(1)
+def pixels(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return feature_map(shape, dtype), feature_map(shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("gate", ["none", "bits", "values"])
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    rows=st.integers(1, 40), depth=st.sampled_from([16, 48]), columns=st.sampled_from([16, 80]), wide=st.booleans(),
-    add=st.booleans(), relu=st.booleans(), early=st.booleans(), seed=st.integers(0, 99),
+    height=st.integers(1, 7), width=st.integers(1, 7), depth=st.sampled_from([16, 64]),
+    columns=st.sampled_from([16, 48]), gate=st.booleans(), add=st.booleans(), programs=st.integers(1, 9),
+    seed=st.integers(0, 99),
 )  # fmt: skip
 def test_products_equal_float64(
-    dtype: torch.dtype, gate: str, rows: int, depth: int, columns: int, wide: bool, add: bool, relu: bool, early: bool,
+    dtype: torch.dtype, height: int, width: int, depth: int, columns: int, gate: bool, add: bool, programs: int,
     seed: int,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
-    left, right, bias = matrices(rows, depth, columns, dtype)
-    z, values = (torch.randn(rows, columns, device=DEVICE).to(dtype) for _ in range(2))
-    packed = torch.randint(0, 256, (rows, columns // 8), dtype=torch.uint8, device=DEVICE)
-    y, bits = in_triton.product(
-        left, right.t().contiguous() if wide else right, wide, bias=bias, add=z if add else None, relu=relu,
-        keep_bits=relu, gate={"none": None, "bits": packed, "values": values}[gate],
-        tiling=in_triton.Tiling(rows=16, columns=32, depth=16, early=early),
-    )  # fmt: skip
-    wanted = left.double() @ right.double().t() + bias.double() + (z.double() if add else 0)
-    if relu:
-        assert bits is not None
-        certain = wanted.abs() > 1e-5
-        assert torch.equal(unpacked(bits) & certain, (wanted > 0) & certain)
-        wanted = wanted.relu()
-    passed = {"none": None, "bits": unpacked(packed), "values": values > 0}[gate]
-    assert_close(y, wanted if passed is None else wanted * passed, 1e-5 if dtype == torch.float32 else 1e-3)
+    g = feature_map((1, depth, height, width), dtype)
+    weight = (torch.randn(depth, columns, 1, 1, device=DEVICE) / depth**0.5).to(dtype)
+    z, values = pixels((1, columns, height, width), dtype)
+    tiling = in_triton.Tiling(rows=16, columns=32, programs=programs)
+    found = in_triton.product(g, weight, values if gate else None, z if add else None, tiling)
+    exact = nn.functional.conv_transpose2d(g.double(), weight.double()) + (z.double() if add else 0)
+    assert_close(found, exact * (values > 0) if gate else exact, 1e-5 if dtype == torch.float32 else 1e-3)
+    assert found.is_contiguous(memory_format=LAST)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_second_product_is_of_the_pixels_that_a_stride_looks_at(step: int) -> None:
-    torch.manual_seed(step)
-    x = feature_map((2, 16, 5, 7))
-    small = feature_map((2, 32, -(-5 // step), -(-7 // step)))
-    weight, other = torch.randn(16, 32, 1, 1, device=DEVICE), torch.randn(16, 16, 1, 1, device=DEVICE)
-    one, two = torch.randn(2, 16, device=DEVICE)
-    shortcut = in_triton.Shortcut(x, other, two, step)
-    (y, bits), (wanted, _) = (
-        tier.pointwise(small, weight, one, None, shortcut, True) for tier in (in_triton, in_torch)
-    )
-    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
-    assert y.is_contiguous(memory_format=LAST)
-    assert bits is not None
-    assert bits.numel() == y.numel() // 8
-
-
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_what_is_added_lies_at_every_step_of_the_larger_map(
-    step: int, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(step)
-    monkeypatch.setattr(in_triton, "SHALLOW", in_triton.Tiling(rows=16, columns=16, depth=16, early=early))
-    g, small = feature_map((2, 16, 5, 7)), feature_map((2, 32, -(-5 // step), -(-7 // step)))
-    weight, values = torch.randn(16, 32, 1, 1, device=DEVICE), feature_map((2, 32, 5, 7))
-    found, wanted = (tier.pointwise_backward(g, weight, values, small, step) for tier in (in_triton, in_torch))
+@pytest.mark.parametrize("most", [0, 64], ids=["cudnn", "product"])
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("step", [1, 2, 3, None])
+def test_both_ways_back_equal_torch(step: int | None, gate: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(in_triton, "PRODUCT_DEPTH", most)
+    monkeypatch.setattr(in_triton, "PRODUCT_COLUMNS", most)
+    monkeypatch.setattr(in_triton, "PRODUCT_DTYPES", in_triton.DTYPES)
+    g, values = feature_map((2, 16, 5, 7)), feature_map((2, 48, 5, 7)) if gate else None
+    small = feature_map((2, 48, -(-5 // step), -(-7 // step))) if step else None
+    weight = torch.randn(16, 48, 1, 1, device=DEVICE)
+    found, wanted = (tier.pointwise_backward(g, weight, values, small, step or 1) for tier in (in_triton, in_torch))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert found.is_contiguous(memory_format=LAST)
+
+
+@pytest.mark.parametrize("channels", [1, 24, 300])
+def test_a_small_map_is_added_at_every_step(channels: int) -> None:
+    y, small = feature_map((2, channels, 5, 4)), feature_map((2, channels, 3, 2))
+    wanted = y.clone()
+    wanted[..., ::2, ::2] += small
+    in_triton.add_at_every(y, small, 2)
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "dtype", "taken"),
+    [
+        (64, 256, torch.bfloat16, True),
+        (256, 64, torch.float16, True),
+        (64, 256, torch.float32, False),
+        (96, 64, torch.float16, False),
+        (8, 64, torch.float16, False),
+        (64, 40, torch.float16, False),
+        (128, 512, torch.float16, False),
+        (512, 128, torch.float16, False),
+    ],
+)
+def test_products_are_for_few_channels(depth: int, columns: int, dtype: torch.dtype, taken: bool) -> None:
+    g, weight = torch.empty(1, depth, 2, 2, dtype=dtype), torch.empty(depth, columns, 1, 1, dtype=dtype)
+    assert in_triton.takes_product(g, weight) == taken
 
 
 @pytest.mark.parametrize("with_other", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_gates(with_other: bool, in_place: bool) -> None:
+@both_tiers
+def test_gates(tier: str, in_place: bool, with_other: bool) -> None:
     g, other, values = (feature_map((2, 16, 3, 5)) for _ in range(3))
-    passed = torch.randint(0, 2, (2 * 3 * 5, 16), device=DEVICE).bool()
-    bits = (passed.view(-1, 2, 8) << torch.arange(8, device=DEVICE)).sum(2).to(torch.uint8)
-    as_map = passed.view(2, 3, 5, 16).permute(0, 3, 1, 2)
     total = g + other if with_other else g.clone()
-    for gate, wanted in ((bits, total * as_map), (values, total * (values > 0))):
-        mine = g.clone(memory_format=torch.preserve_format)
-        found = in_triton.gated(mine, gate, other if with_other else None, in_place, vectors=16)
-        assert torch.equal(found, wanted)
+    mine = g.clone(memory_format=torch.preserve_format)
+    gated = in_torch.gated if tier == "torch" else partial(in_triton.gated, elements=128)
+    found = gated(mine, values, other if with_other else None, in_place)
+    assert torch.equal(found, total * (values > 0))
+    if tier == "triton":
         assert (found.data_ptr() == mine.data_ptr()) == in_place
-    assert torch.equal(in_torch.gated(g.clone(), values, other if with_other else None, in_place), wanted)
+        assert torch.equal(in_triton.gated(g, None, other, False), g + other)
+
+
+@pytest.mark.parametrize("formats", ["last", "first", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@both_tiers
+def test_weights_are_scaled_by_output_channel(tier: str, dtype: torch.dtype, formats: str) -> None:
+    weight, factors = torch.randn(24, 5, 3, 3, device=DEVICE), torch.rand(24, device=DEVICE)
+    weight = weight.contiguous(memory_format=torch.contiguous_format if formats == "first" else LAST)
+    out = torch.full_like(weight, torch.nan, dtype=dtype, memory_format=torch.contiguous_format)
+    if formats == "last":
+        out = out.contiguous(memory_format=LAST)
+    (in_torch if tier == "torch" else in_triton).scale(weight, factors, out)
+    assert torch.equal(out, (weight * factors.view(-1, 1, 1, 1)).to(dtype))
+
+
+# Forward -------------------------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """Stands for cuDNN's fused operators: refuses, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, *_: Any) -> Tensor:
+        self.asked += 1
+        raise RuntimeError("FIND was unable to find an engine to execute this computation")
+
+
+@pytest.mark.parametrize("with_add", [True, False])
+def test_what_cudnn_refuses_is_computed_in_steps_and_not_asked_again(
+    with_add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = Refusing()
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu" if with_add else "cudnn_convolution_relu", refusing)
+    monkeypatch.setattr(convolution_module, "_is_for_cudnn", lambda *_: True)
+    monkeypatch.setattr(convolution_module, "_refused", set())
+    x, weight, bias = feature_map((1, 4, 3, 3)), torch.randn(4, 4, 1, 1, device=DEVICE), torch.randn(4, device=DEVICE)
+    add = feature_map((1, 4, 3, 3)) if with_add else None
+    wanted = nn.functional.conv2d(x, weight, bias)
+    wanted = (wanted if add is None else wanted + add).relu()
+    for _ in range(2):
+        torch.testing.assert_close(convolution_module.convolution(x, weight, bias, Geometry(), add), wanted)
+    assert refusing.asked == 1
 
 
 # Stages --------------------------------------------------------------------------------------------------------------
@@ -237,10 +281,15 @@ def test_stages_in_torch_equal_the_reference(
     ],
     ids=["stride", "groups", "no downsample", "empty", "odd channels", "one pixel", "float16"],
 )
+@pytest.mark.parametrize("most", [16, 64], ids=["cudnn", "product"])
 def test_stages_through_the_kernels_equal_the_reference(
-    dtype: torch.dtype, options: dict[str, Any], shape: tuple[int, ...], layout: str
-) -> None:
+    most: int, dtype: torch.dtype, options: dict[str, Any], shape: tuple[int, ...], layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     torch.manual_seed(0)
+    monkeypatch.setattr(in_triton, "PRODUCT_DEPTH", most)
+    monkeypatch.setattr(in_triton, "PRODUCT_COLUMNS", most)
+    monkeypatch.setattr(in_triton, "PRODUCT_DTYPES", in_triton.DTYPES)
     assert_equals_reference(stage(**options), feature_map(shape, dtype, layout), "triton")
 
 
@@ -252,15 +301,8 @@ def test_float64_is_differentiated_rightly() -> None:
     assert torch.autograd.gradcheck(lambda x, *_: net(x), (x, *weights))
 
 
-class Spy:
-    """The torch tier, with a list of the gradients that were computed."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls.append(name)
-        return getattr(in_torch, name)
+def counted(call: Any, calls: list[str]) -> Any:
+    return lambda *a: calls.append(call.__name__) or call(*a)  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(
@@ -288,16 +330,16 @@ def test_only_wanted_gradients_are_computed(
     wanted = [p.grad for p in (x, *plain.parameters())]
     x.grad = None
     plain.zero_grad()
-    spy, computed = Spy(), []
-    weight_gradient = in_torch.weight_gradient
-    monkeypatch.setattr(
-        "fasttrain.callbacks.bottleneck.weight_gradients.weight_gradient",
-        lambda *a: computed.append(1) or weight_gradient(*a),  # type: ignore[func-returns-value]
-    )
-    monkeypatch.setattr(FusedStage, "_operators", lambda *_: spy)
-    fused(plain)(x).sum().backward()
-    assert sum(name in ("pointwise_backward", "spatial_backward") for name in spy.calls) == data_gradients
-    assert len(computed) == weight_gradients
+    computed: list[str] = []
+    for module, name in (
+        (in_torch, "pointwise_backward"),
+        (stage_function, "data_gradient"),
+        (weight_gradients_module, "weight_gradient"),
+    ):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), computed))
+    fused(plain, "torch")(x).sum().backward()
+    assert len(computed) - computed.count("weight_gradient") == data_gradients
+    assert computed.count("weight_gradient") == weight_gradients
     for found, exact in zip((x, *plain.parameters()), wanted, strict=True):
         assert (found.grad is None) == (exact is None)
         if exact is not None:
@@ -305,28 +347,30 @@ def test_only_wanted_gradients_are_computed(
 
 
 def test_a_frozen_stage_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x = fused(stage().requires_grad_(False), "triton"), feature_map((1, 16, 2, 2))
-    kept = []
-    pointwise = in_triton.pointwise
-    monkeypatch.setattr(in_triton, "pointwise", lambda *a: kept.append(a[-1]) or pointwise(*a))  # type: ignore[func-returns-value]
+    net, x = fused(stage().requires_grad_(False), "torch"), feature_map((1, 16, 2, 2))
+    kept: list[Any] = []
+    run = stage_function.run
+    monkeypatch.setattr(stage_module, "run", lambda *a: kept.append(run(*a)) or kept[-1])  # type: ignore[func-returns-value]
     y = net(x)
     assert y.grad_fn is None
-    assert not any(kept)
+    assert kept.pop()[1] == []
     net.requires_grad_()
     with torch.no_grad():
         assert net(x).grad_fn is None
     with torch.inference_mode():
         net(x)
-    assert not any(kept)
+    assert [blocks for _, blocks in kept] == [[], []]
     assert net(x).grad_fn is not None, "what was folded in inference mode serves training too"
-    assert all(kept[-4:])
 
 
-def test_gates_between_blocks_are_bits() -> None:
-    net = fused(stage(), "triton")
-    node: Any = net(feature_map((1, 16, 4, 4))).grad_fn
-    sizes = [t.numel() for t in node.saved_tensors if t.dtype == torch.uint8]
-    assert sizes == [16 * 16 // 8, 16 * 64 // 8] * 2
+def test_nothing_is_kept_but_maps_and_weights() -> None:
+    net, x = fused(stage(), "triton"), feature_map((1, 16, 4, 4))
+    y = net(x)
+    node: Any = y.grad_fn
+    kept = {tensor.data_ptr(): tensor for tensor in node.saved_tensors}
+    maps = [tensor.shape[1] for tensor in kept.values() if tensor.shape[2:] == (4, 4)]
+    assert sorted(maps) == [16, 16, 16, 16, 16, 64, 64], "x, two within each block, and the output of each"
+    assert y.data_ptr() in kept
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -368,7 +412,8 @@ def test_a_twin_is_not_used_after_its_tensor_was_written_to() -> None:
     y = fused(stage(blocks=1), "triton")(feature_map((1, 16, 2, 2)))
     y.mul_(2)
     assert twin(y) is y
-    y.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as after a plain block
+        y.sum().backward()
 
 
 def test_two_stages_and_a_pyramid() -> None:
@@ -637,60 +682,3 @@ def test_basic_blocks_are_left_to_others() -> None:
 
 
 # Doors ---------------------------------------------------------------------------------------------------------------
-
-
-class Classifier(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, 16, 3), stage().cpu(), nn.Flatten(), nn.Linear(64 * 4, 2))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.net(batch[0]).square().mean()
-        self.losses.append(float(loss.detach()))
-        return loss  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(torch.randn(4, 3, 4, 4, generator=generator)), batch_size=2)
-
-
-def trained(*callbacks: pl.Callback) -> Classifier:
-    torch.manual_seed(0)
-    module = Classifier()
-    pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), logger=False, max_epochs=2, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    ).fit(module, datamodule=Data())  # fmt: skip
-    return module
-
-
-def test_the_callback_trains_the_same_and_can_be_undone() -> None:
-    callback = FusedBottlenecks()
-    plain, ours = trained(), trained(callback)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert ours.losses[-1] != ours.losses[0]
-    assert callback.changes == [Change("net.1", "FusedStage")]
-    callback.undo()
-    assert type(ours.net[1]) is nn.Sequential
-    with pytest.raises(OptimizationError, match=r"^bottleneck: Linear has no nn\.Sequential .*; leave it out\.$"):
-        callback.setup(None, nn.Linear(1, 1), "fit")  # type: ignore[arg-type]
-
-
-def test_the_plan_measures_or_trusts() -> None:
-    context = Context(Classifier(), Data(), CPU, example=ExampleBatch(Data()))
-    assert isinstance(BottleneckOptimization(BottleneckConfig(least_gain=1.0)).check(context), Refuses)
-    trusting = BottleneckOptimization(BottleneckConfig(measure=False, side_streams=3))
-    verdict = trusting.check(context)
-    assert isinstance(verdict, Applies)
-    assert verdict.note == "1 sites; not measured, as asked; made for channels_last, which is not asked for"
-    assert type(context.module.net[1]) is nn.Sequential  # type: ignore[index, union-attr]
-    (callback,) = trusting.attach(context).callbacks
-    assert callback.patches.side_streams == 3  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"^optimizations\.bottleneck\.side_streams is .* 0 or more; this is -1\.$"):
-        BottleneckConfig(side_streams=-1)

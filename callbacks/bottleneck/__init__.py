@@ -1,4 +1,4 @@
-"""A stage of frozen bottleneck blocks as one function: scales in the weights, ReLU masks in the data gradients."""
+"""A stage of frozen bottleneck blocks as one function: fused convolutions forward, data gradients first."""
 
 from fasttrain.callbacks.bottleneck.optimization import BottleneckConfig, BottleneckOptimization, FusedBottlenecks
 from fasttrain.callbacks.bottleneck.sites import BottleneckPatches, BottleneckSurgery, fused_stage

@@ -1,21 +1,32 @@
-"""The tier for NVIDIA GPUs: 1x1 convolutions as Triton products, the others by cuDNN, which adds bias and ReLU."""
+"""The tier for NVIDIA GPUs: data gradients of 1x1 convolutions by a Triton product, or by cuDNN and one pass after it.
+
+The product adds the residual and applies the gate to its sums. cuDNN's data gradient has to be read and written once
+more for that, but is the faster one, by more than that pass takes, wherever channels are many and pixels few.
+"""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fasttrain.callbacks.bottleneck import in_torch
-from fasttrain.callbacks.bottleneck.in_torch import LAST
-from fasttrain.callbacks.bottleneck.kernel import INTERPRETED, WIDTH, gate_kernel, product_kernel
-from fasttrain.callbacks.bottleneck.operators import Geometry, Shortcut
+from fasttrain.callbacks.bottleneck.convolution import LAST, projection_gradient
+from fasttrain.callbacks.bottleneck.kernel import add_kernel, gate_kernel, product_kernel, scale_kernel
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Channels come in tiles, and the smallest that the tensor cores take.
-CHANNELS_MULTIPLE = 16
-# Of a product; a tile of float32 has half as many.
-NO_GATE, BITS, VALUES = 0, 1, 2
+# A float32 tile would need twice the shared memory, and its weights the other way round.
+PRODUCT_DTYPES = (torch.float16, torch.bfloat16)
+# Most channels of the gradient that comes in, and of the one that goes out, with which a product is taken. Product/
+# cuDNN and pass, ms, on an NVIDIA H200, PyTorch 2.11.0+cu130, cuDNN 9.19, Triton 3.6, fp16, batch 16, 2026-11-30, for
+# products that did not fetch ahead yet, and passes added up from their bytes at 4.2 TB/s: 256 -> 64 at 200 x 200
+# .127/.156, 64 -> 256 with residual .315/.353; 512 -> 128 at 100 x 100 .088/.083, 128 -> 512 .197/.180; 1024 -> 256 at
+# 50 x 50 .063/.054, 256 -> 1024 .115/.101; 2048 -> 512 at 25 x 25 .061/.038, 512 -> 2048 .095/.068.
+PRODUCT_DEPTH, PRODUCT_COLUMNS = 256, 256
+# The smallest that the tensor cores take.
+LEAST_CHANNELS = 16
+# Older GPUs don't have the shared memory.
+LEAST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -24,177 +35,115 @@ class Tiling:
 
     rows: int = 64
     """Pixels of a tile."""
-    columns: int = 128
+    columns: int = 64
     """Output channels of a tile, at most. The input is read from the L2 cache once for each."""
-    depth: int = 64
-    """Input channels that are taken at once, at most; half of it for float32."""
-    warps: int = 8
+    warps: int = 4
     """Of a program."""
     stages: int = 3
-    """Of the pipeline that fetches the next input channels, at most."""
-    early: bool = True
-    """Whether the residual is fetched before the product."""
+    """Tiles under way: the present one, and those that are being fetched."""
+    programs: int = 396
+    """In all: as many as an H200's 132 multiprocessors have shared memory for."""
     registers: int | None = None
     """Limit for each thread."""
 
 
-# Shallow ones are bound by memory: 32 sums in a thread, so that its registers leave room for loads under way.
-SHALLOW, DEEP = Tiling(), Tiling(rows=128, stages=4, early=False)
-DEEP_FROM = 512
-# Of a gate's pass: one vector of 8 elements for each thread and some to spare.
-GATED_VECTORS = 512
-# Input channels from which cuDNN's convolution takes the place of a forward product; it leaves no bits.
-CUDNN_FROM = 1 << 30
-
-
-class Second(NamedTuple):
-    """A second product that is added to the first one, of another map."""
-
-    left: Tensor
-    right: Tensor
-    bias: Tensor
-
-
-class Crossing(NamedTuple):
-    """How y's map lies to that of the second product, or of what is added; see STEP of the kernel."""
-
-    step: int = 1
-    height: int = 1
-    width: int = 1
-    other_height: int = 1
-    other_width: int = 1
-
-
-def product(
-    left: Tensor, right: Tensor, right_is_wide: bool, second: Second | None = None, bias: Tensor | None = None,
-    add: Tensor | None = None, crossing: Crossing | None = None, relu: bool = False, keep_bits: bool = False,
-    gate: Tensor | None = None, y: Tensor | None = None, tiling: Tiling | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y (rows, columns) and the bits of its ReLU, uint8 (rows, columns / 8), if they are to be kept.
-
-    Args:
-        left: (rows, depth), contiguous.
-        right: (columns, depth), or (depth, columns) if `right_is_wide`, contiguous. Both sizes are multiples of 16.
-        gate: bits, or values of y's shape.
-        y: where to put it.
-        tiling: its sizes are cut down to what divides the channels.
-    """
-    rows, depth = left.shape
-    columns = right.shape[1] if right_is_wide else right.shape[0]
-    y = torch.empty(rows, columns, dtype=left.dtype, device=left.device) if y is None else y
-    bits = torch.empty(rows, columns // WIDTH.value if keep_bits else 0, dtype=torch.uint8, device=left.device)
-    if not rows:
-        return y, bits if keep_bits else None
-    crossing = crossing or Crossing()
-    tiling = tiling or (DEEP if depth >= DEEP_FROM else SHALLOW)
-    depth2 = second.left.shape[1] if second is not None else depth
-    tile_columns = _tile(columns, tiling.columns)
-    programs = -(-rows // tiling.rows) * (columns // tile_columns)
-    deepest = tiling.depth // 2 if left.dtype == torch.float32 else tiling.depth
-    tile_depth = min(_tile(depth, deepest), _tile(depth2, deepest))
-    # More would only take shared memory, of which each program wants its own.
-    stages = min(tiling.stages, max(2, depth // tile_depth, depth2 // tile_depth))
-    options: dict[str, Any] = {"num_warps": tiling.warps, "num_stages": stages}
-    if tiling.registers is not None:
-        options["maxnreg"] = tiling.registers
-    second_left, second_right, second_bias = (left, right, bias) if second is None else second
-    with torch.cuda.device_of(left):
-        product_kernel[(programs,)](
-            left, right, second_left, second_right, left if bias is None else bias,
-            left if second_bias is None else second_bias, left if add is None else add, left if gate is None else gate,
-            y, bits, rows, columns, depth, depth2, *crossing[1:], STEP=crossing.step, RIGHT_IS_WIDE=right_is_wide,
-            SECOND=second is not None, BIAS=bias is not None, ADD=add is not None, EARLY=tiling.early, RELU=relu,
-            GATE=NO_GATE if gate is None else BITS if gate.dtype == torch.uint8 else VALUES, KEEP_BITS=keep_bits,
-            PRECISION="ieee" if left.dtype == torch.float32 and not _tf32_is_allowed() else "tf32",
-            ROWS=tiling.rows, COLUMNS=tile_columns, DEPTH=tile_depth, **options,
-        )  # fmt: skip
-    return y, bits if keep_bits else None
-
-
-def pointwise(
-    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, shortcut: Shortcut | None, keep_gate: bool
-) -> tuple[Tensor, Tensor | None]:
-    """See `Operators`; the gate is bits."""
-    if weight.shape[1] >= CUDNN_FROM and shortcut is None and x.is_cuda:
-        y = _convolution(x, weight, bias.to(x.dtype), Geometry(), add)
-        return y, y if keep_gate else None
-    y = _empty_map(x, weight.shape[0])
-    second, crossing = None, None
-    if shortcut is not None:
-        second = Second(_rows(shortcut.x), _matrix(shortcut.weight), shortcut.bias)
-        crossing = Crossing(shortcut.step, *x.shape[2:], *shortcut.x.shape[2:])
-    _, bits = product(
-        _rows(x), _matrix(weight), False, second, bias, None if add is None else _rows(add), crossing, relu=True,
-        keep_bits=keep_gate, y=_rows(y),
-    )  # fmt: skip
-    return y, bits
-
-
-def spatial(x: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry) -> Tensor:
-    """See `Operators`."""
-    if not x.is_cuda or not x.numel() or not torch.backends.cudnn.enabled:
-        return in_torch.spatial(x, weight, bias, geometry)
-    return _convolution(x, weight, bias, geometry, None)
+SHALLOW, DEEP = Tiling(), Tiling(stages=2, programs=264)
+DEEP_FROM = 256
+# Of a pass: four vectors of 8 for each thread. Of a weight's: one, because the smallest have 4096 in all.
+PASS_ELEMENTS, SCALED_ELEMENTS = 4096, 1024
 
 
 def pointwise_backward(g: Tensor, weight: Tensor, gate: Tensor | None, add: Tensor | None, step: int) -> Tensor:
     """See `Operators`."""
-    dx = _empty_map(g, weight.shape[1])
-    crossing = None if add is None else Crossing(step, *g.shape[2:], *add.shape[2:])
-    if gate is not None and gate.dtype != torch.uint8:
-        gate = _rows(gate)
-    product(
-        _rows(g), _matrix(weight), True, add=None if add is None else _rows(add), crossing=crossing, gate=gate,
-        y=_rows(dx),
-    )  # fmt: skip
+    if step == 1 and (gate is not None or add is not None) and takes_product(g, weight):
+        return product(g, weight, gate, add)
+    dx = projection_gradient(g, weight)
+    if add is not None and step > 1:
+        add_at_every(dx, add, step)
+        add = None
+    return dx if gate is None and add is None else gated(dx, gate, add, in_place=True)
+
+
+def takes_product(g: Tensor, weight: Tensor) -> bool:
+    """Whether there is a product for these, and it is the faster way."""
+    depth, columns = weight.shape[:2]
+    pays = depth <= PRODUCT_DEPTH and columns <= PRODUCT_COLUMNS
+    fits = depth & (depth - 1) == 0 and depth >= LEAST_CHANNELS and columns % LEAST_CHANNELS == 0
+    has_room = not g.is_cuda or torch.cuda.get_device_capability(g.device) >= LEAST_CAPABILITY
+    return pays and fits and has_room and g.dtype in PRODUCT_DTYPES
+
+
+def product(
+    g: Tensor, weight: Tensor, gate: Tensor | None, add: Tensor | None, tiling: Tiling | None = None
+) -> Tensor:  # fmt: skip
+    """Return gate(g back through a 1x1 convolution of stride 1 [+ add]), all in one kernel.
+
+    Args:
+        g: (N, depth, H, W), channels_last.
+        weight: (depth, columns, 1, 1); depth is a power of two, 16 or more, and columns are a multiple of 16.
+        gate: (N, columns, H, W), channels_last.
+        add: likewise.
+        tiling: its columns are cut down to what divides the channels.
+    """
+    depth, columns = weight.shape[:2]
+    dx = _empty_map(g, columns)
+    rows = g.numel() // depth
+    if not rows:
+        return dx
+    tiling = tiling or (DEEP if depth >= DEEP_FROM else SHALLOW)
+    tile_columns = min(columns & -columns, tiling.columns)
+    tiles, across = -(-rows // tiling.rows), columns // tile_columns
+    options: dict[str, Any] = {} if tiling.registers is None else {"maxnreg": tiling.registers}
+    with torch.cuda.device_of(g):
+        product_kernel[(across * min(tiles, max(1, tiling.programs // across)),)](
+            g, weight, g if add is None else add, g if gate is None else gate, dx, rows, tiles, DEPTH=depth,
+            COLUMNS=columns, ADD=add is not None, GATE=gate is not None, TILE_ROWS=tiling.rows,
+            TILE_COLUMNS=tile_columns, STAGES=tiling.stages, num_warps=tiling.warps, **options,
+        )  # fmt: skip
     return dx
 
 
-def spatial_backward(g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """See `Operators`."""
-    return in_torch.spatial_backward(g, x, weight, geometry)
-
-
-def gated(g: Tensor, gate: Tensor, other: Tensor | None, in_place: bool, vectors: int = GATED_VECTORS) -> Tensor:
-    """See `Operators`."""
+def gated(
+    g: Tensor, gate: Tensor | None, other: Tensor | None, in_place: bool, elements: int = PASS_ELEMENTS
+) -> Tensor:  # fmt: skip
+    """See `Operators`; without a gate the other is added."""
     y = g if in_place else _empty_map(g, g.shape[1])
     if g.numel():
         with torch.cuda.device_of(g):
-            gate_kernel[(-(-g.numel() // (vectors * WIDTH.value)),)](
-                g, g if other is None else other, gate, y, g.numel(), OTHER=other is not None,
-                BITS=gate.dtype == torch.uint8, VECTORS=vectors, num_warps=4,
+            gate_kernel[(-(-g.numel() // elements),)](
+                g, g if other is None else other, g if gate is None else gate, y, g.numel(), OTHER=other is not None,
+                GATE=gate is not None, ELEMENTS=elements, num_warps=4,
             )  # fmt: skip
     return y
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor, geometry: Geometry, add: Tensor | None) -> Tensor:
-    """Return relu(conv(x) + bias [+ add]) by cuDNN's fused operation."""
-    if add is None:
-        y: Tensor = torch.cudnn_convolution_relu(x, weight, bias, *geometry)
-    else:
-        y = torch.cudnn_convolution_add_relu(x, weight, add, 1.0, bias, *geometry)
-    return y.contiguous(memory_format=LAST)
+def scale(weight: Tensor, scale: Tensor, out: Tensor) -> None:
+    """See `Operators`."""
+    formats = torch.contiguous_format, LAST
+    if not any(weight.is_contiguous(memory_format=f) and out.is_contiguous(memory_format=f) for f in formats):
+        in_torch.scale(weight, scale, out)
+        return
+    with torch.cuda.device_of(weight):
+        scale_kernel[(-(-weight.numel() // SCALED_ELEMENTS),)](
+            weight, scale, out, weight.numel(), weight[0].numel(), ELEMENTS=SCALED_ELEMENTS, num_warps=4
+        )
 
 
-def _tf32_is_allowed() -> bool:
-    return torch.backends.cudnn.allow_tf32 and not INTERPRETED.value
-
-
-def _tile(size: int, most: int) -> int:
-    """Return the largest power of two that divides a size, up to `most`."""
-    return min(size & -size, most)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return a channels_last map as (pixels, channels), in the same memory."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+def add_at_every(y: Tensor, small: Tensor, step: int, elements: int = PASS_ELEMENTS) -> None:
+    """Add a small map to every step-th pixel of y, both channels_last: `y[..., ::step, ::step] += small`."""
+    if not small.numel():
+        return
+    n, channels, height, width = small.shape
+    pixels = n * height * width
+    tile_channels = min(256, 1 << (channels - 1).bit_length())
+    tile_pixels = elements // tile_channels
+    with torch.cuda.device_of(y):
+        add_kernel[(-(-pixels // tile_pixels), -(-channels // tile_channels))](
+            small, y, pixels, channels, *y.shape[2:], height, width, STEP=step, PIXELS=tile_pixels,
+            CHANNELS=tile_channels, num_warps=4,
+        )  # fmt: skip
 
 
 def _empty_map(like: Tensor, channels: int) -> Tensor:
-    """Return a map of as many pixels. Not made as rows: autograd refuses to write to a view that a function returns."""
     n, _, height, width = like.shape
     return torch.empty(n, channels, height, width, dtype=like.dtype, device=like.device, memory_format=LAST)
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    return weight.reshape(weight.shape[0], weight.shape[1])

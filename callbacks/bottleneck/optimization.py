@@ -47,7 +47,9 @@ class BottleneckOptimization(PatchOptimization[BottleneckConfig]):
     """The plan's door."""
 
     name: ClassVar[str] = "bottleneck"
-    summary: ClassVar[str] = "stages of frozen bottleneck blocks as one function, ReLU masks within the data gradients"
+    summary: ClassVar[str] = (
+        "stages of frozen bottleneck blocks as one function, convolutions with bias, residual and ReLU"
+    )
     config_class: ClassVar[type[Any]] = BottleneckConfig
     # It takes whole stages; what is left, the stem for instance, is frozen_bn's.
     before: ClassVar[frozenset[str]] = frozenset({"frozen_bn"})

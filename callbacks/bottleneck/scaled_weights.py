@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fasttrain.callbacks.bottleneck.operators import Operators
 from fasttrain.callbacks.bottleneck.weight_gradients import streams_beside
 
 
@@ -15,6 +16,7 @@ class ScaledWeights:
     """weight * scale by output channel, rounded once, channels_last: by block, in the order in which they are used.
 
     Args:
+        operators: the tier that scales.
         weights: of each block.
         scales: of their output channels.
         dtype: of the maps.
@@ -22,8 +24,8 @@ class ScaledWeights:
     """
 
     def __init__(
-        self, weights: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]], dtype: torch.dtype,
-        side_streams: int,
+        self, operators: Operators, weights: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]],
+        dtype: torch.dtype, side_streams: int,
     ) -> None:  # fmt: skip
         # From the main stream's memory, because that is where they will be read and freed.
         self._scaled = [tuple(_empty(weight, dtype) for weight in block) for block in weights]
@@ -32,12 +34,12 @@ class ScaledWeights:
         streams = streams_beside(self._device, side_streams)
         if not streams:
             for block, block_scales, scaled in zip(weights, scales, self._scaled, strict=True):
-                _scale(block, block_scales, scaled)
+                _scale(operators, block, block_scales, scaled)
             return
         streams[0].wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(streams[0]):
             for block, block_scales, scaled in zip(weights, scales, self._scaled, strict=True):
-                _scale(block, block_scales, scaled)
+                _scale(operators, block, block_scales, scaled)
                 self._ready.append(torch.cuda.Event())
                 self._ready[-1].record(streams[0])
 
@@ -52,6 +54,6 @@ def _empty(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(weight, dtype=dtype, memory_format=torch.channels_last)
 
 
-def _scale(weights: Sequence[Tensor], scales: Sequence[Tensor], scaled: Sequence[Tensor]) -> None:
+def _scale(operators: Operators, weights: Sequence[Tensor], scales: Sequence[Tensor], scaled: Sequence[Tensor]) -> None:
     for weight, scale, out in zip(weights, scales, scaled, strict=True):
-        torch.mul(weight, scale.view(-1, 1, 1, 1), out=out)
+        operators.scale(weight, scale, out)

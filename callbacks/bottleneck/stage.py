@@ -1,7 +1,5 @@
 """The body: a stage of frozen bottleneck blocks, whose children it keeps. Works in any loop."""
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -11,6 +9,7 @@ from fasttrain.callbacks.bottleneck import in_torch
 from fasttrain.callbacks.bottleneck.constants import Constants
 from fasttrain.callbacks.bottleneck.operators import Geometry, Operators
 from fasttrain.callbacks.bottleneck.stage_function import Block, Call, StageFunction, run
+from fasttrain.environment import triton_runs
 
 Tier = Literal["auto", "triton", "torch"]
 # The name under which an output carries its second self.
@@ -54,7 +53,7 @@ class FusedStage(nn.Sequential):
         x = twin(input).to(dtype=dtype, memory_format=torch.channels_last)
         keep = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
         constants = tuple(self._constant(name, norm)(dtype) for name, norm in norms)
-        call = Call(self._operators(x, weights), blocks, constants, self.side_streams, keep)
+        call = Call(self._operators(x), blocks, constants, self.side_streams, keep)
         if not keep:
             with torch.no_grad():
                 return run(call, x, weights)[0]
@@ -92,15 +91,12 @@ class FusedStage(nn.Sequential):
             kept = self._constants[name] = Constants(norm)
         return kept
 
-    def _operators(self, x: Tensor, weights: list[Tensor]) -> Operators:
+    def _operators(self, x: Tensor) -> Operators:
         if self.tier == "torch" or (self.tier == "auto" and not _takes_triton(x)):
             return in_torch
         from fasttrain.callbacks.bottleneck import in_triton  # where Triton isn't installed it can't be imported
 
-        multiple = in_triton.CHANNELS_MULTIPLE
-        pointwise = [weight for weight in weights if weight.shape[2:] == (1, 1)]
-        fits = all(size % multiple == 0 for weight in pointwise for size in weight.shape[:2])
-        return in_triton if fits else in_torch
+        return in_triton
 
 
 def twin(y: Tensor) -> Tensor:
@@ -120,12 +116,4 @@ def _is_cast(x: Tensor) -> bool:
 
 
 def _takes_triton(x: Tensor) -> bool:
-    if x.device.type != "cuda" or not _triton_runs():
-        return False
-    # Exact float32 does not run on the tensor cores, and there cuDNN is as good.
-    return x.dtype in (torch.float16, torch.bfloat16) or (x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32)
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
+    return x.device.type == "cuda" and x.dtype != torch.float64 and triton_runs()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fasttrain.callbacks.bottleneck.constants import Constant
-from fasttrain.callbacks.bottleneck.operators import Geometry, Operators, Shortcut
+from fasttrain.callbacks.bottleneck.convolution import convolution, data_gradient, projection
+from fasttrain.callbacks.bottleneck.operators import Geometry, Operators
 from fasttrain.callbacks.bottleneck.scaled_weights import ScaledWeights
 from fasttrain.callbacks.bottleneck.weight_gradients import Layout, WeightGradients
 from fasttrain.errors import OptimizationError
@@ -58,13 +59,11 @@ class Call(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the backward needs of a block."""
+    """What the backward needs of a block. Its gates are its maps, of which x is the last block's y."""
 
     x: Tensor
     h1: Tensor
-    h1_gate: Tensor | None
     h2: Tensor
-    y_gate: Tensor | None
     weights: tuple[Tensor, ...]
     """Scaled, and in the dtype of the maps."""
 
@@ -77,21 +76,27 @@ def run(call: Call, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[
         x: (N, C, H, W), channels_last.
         weights: of each convolution, block by block, unscaled.
     """
-    kept, operators = [], call.operators
+    kept = []
     constants_of = call.by_block(call.constants)
     scales = [[constant.scale for constant in constants] for constants in constants_of]
-    scaled = ScaledWeights(call.by_block(weights), scales, x.dtype, call.side_streams)
+    scaled = ScaledWeights(call.operators, call.by_block(weights), scales, x.dtype, call.side_streams)
     for index, (block, constants) in enumerate(zip(call.blocks, constants_of, strict=True)):
         w = scaled[index]
-        h1, h1_gate = operators.pointwise(x, w[0], constants[0].bias, None, None, call.keep)
-        h2 = operators.spatial(h1, w[1], constants[1].rounded, block.spatial)
-        shortcut = None if block.step is None else Shortcut(x, w[3], constants[3].bias, block.step)
-        add = x if shortcut is None else None
-        y, y_gate = operators.pointwise(h2, w[2], constants[2].bias, add, shortcut, call.keep)
+        h1 = convolution(x, w[0], constants[0].rounded, Geometry())
+        h2 = convolution(h1, w[1], constants[1].rounded, block.spatial)
+        if block.step is None:
+            add, bias = x, constants[2].rounded
+        else:
+            add, bias = projection(x, w[3], block.step), _sum(constants[2], constants[3])
         if call.keep:
-            kept.append(Kept(x, h1, h1_gate, h2, y_gate, w))
-        x = y
+            kept.append(Kept(x, h1, h2, w))
+        x = convolution(h2, w[2], bias, Geometry(), add)
     return x, kept
+
+
+def _sum(one: Constant, other: Constant) -> Tensor:
+    """Return the sum of two biases, rounded once."""
+    return torch.add(one.bias, other.bias, out=torch.empty_like(one.rounded))
 
 
 class StageFunction(torch.autograd.Function):
@@ -99,12 +104,12 @@ class StageFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return y and y; keep the activations and the gates."""
+        """Return y and y; keep the maps and the scaled weights."""
         y, kept = run(call, x, weights)
         ctx.call = call
         ctx.layouts = [(weight.size(), weight.stride(), weight.dtype) for weight in weights]
         tensors = [t for block in kept for t in (*block[:-1], *block.weights)]
-        ctx.save_for_backward(*tensors, *(constant.scale for constant in call.constants))
+        ctx.save_for_backward(y, *tensors, *(constant.scale for constant in call.constants))
         ctx.set_materialize_grads(False)
         return y, y.detach()
 
@@ -120,35 +125,31 @@ class StageFunction(torch.autograd.Function):
         if g is None:
             return (None,) * (2 + len(ctx.layouts))
         call: Call = ctx.call
-        saved = list(ctx.saved_tensors)
+        y, *saved = ctx.saved_tensors
         kept = []
         for block in call.blocks:
-            (x, h1, h1_gate, h2, y_gate), weights = saved[:5], saved[5 : 5 + block.convolutions]
-            del saved[: 5 + block.convolutions]
-            kept.append(Kept(x, h1, h1_gate, h2, y_gate, tuple(weights)))
-        dx, dw = _backward(
-            call, kept, scales=saved, g=g, g_other=rest[0] if rest else None, layouts=ctx.layouts,
-            wanted=ctx.needs_input_grad[1:],
-        )  # fmt: skip
+            (x, h1, h2), weights = saved[:3], saved[3 : 3 + block.convolutions]
+            del saved[: 3 + block.convolutions]
+            kept.append(Kept(x, h1, h2, tuple(weights)))
+        # A backward called under autocast, perhaps of another dtype, must not cast what forward has cast already.
+        with torch.autocast(g.device.type, enabled=False):
+            g = call.operators.gated(g, y, rest[0] if rest else None, in_place=False)
+            dx, dw = _backward(call, kept, scales=saved, g=g, layouts=ctx.layouts, wanted=ctx.needs_input_grad[1:])
         return None, dx, *dw
 
 
 def _backward(
-    call: Call, kept: list[Kept], scales: list[Tensor], g: Tensor, g_other: Tensor | None, layouts: list[Layout],
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """Return dx and the weights' gradients, those that are wanted: x's, then the weights'."""
+    call: Call, kept: list[Kept], scales: list[Tensor], g: Tensor, layouts: list[Layout], wanted: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return dx and the weights' gradients, those that are wanted: x's, then the weights'. g has passed y's ReLU."""
     operators = call.operators
-    gradients = WeightGradients(g.device, call.side_streams)
+    gradients = WeightGradients(operators, g.device, call.side_streams)
     dw: list[Tensor | None] = [None] * len(layouts)
 
     def weight_gradient(number: int, g: Tensor, x: Tensor, weight: Tensor, geometry: Geometry) -> None:
         if wanted[1 + number]:
             dw[number] = gradients.add(g, x, weight, geometry, scales[number], layouts[number])
 
-    last = kept[-1].y_gate
-    assert last is not None
-    g = operators.gated(g, last, g_other, in_place=False)
     first = len(layouts)
     for index in reversed(range(len(kept))):
         block, tensors = call.blocks[index], kept[index]
@@ -164,14 +165,12 @@ def _backward(
         weight_gradient(first + 1, g2, tensors.h1, w[1], block.spatial)
         if not any(wanted[: first + 2]):
             break
-        g1 = operators.spatial_backward(g2, tensors.h1, w[1], block.spatial)
-        assert tensors.h1_gate is not None
-        g1 = operators.gated(g1, tensors.h1_gate, None, in_place=True)
+        g1 = data_gradient(g2, tensors.h1, w[1], block.spatial)
+        g1 = operators.gated(g1, tensors.h1, None, in_place=True)
         weight_gradient(first, g1, x, w[0], Geometry())
         if not wants_dx:
             break
         add = g if block.step is None else operators.pointwise_backward(g, w[3], None, None, 1)
-        x_gate = kept[index - 1].y_gate if index else None
-        g = operators.pointwise_backward(g1, w[0], x_gate, add, block.step or 1)
+        g = operators.pointwise_backward(g1, w[0], x if index else None, add, block.step or 1)
     gradients.join()
     return (g if wanted[0] else None), dw

@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fasttrain.callbacks.bottleneck.in_torch import weight_gradient
-from fasttrain.callbacks.bottleneck.operators import Geometry
+from fasttrain.callbacks.bottleneck.convolution import weight_gradient
+from fasttrain.callbacks.bottleneck.operators import Geometry, Operators
 
 # What a weight's gradient is to look like.
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -21,8 +21,8 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 class WeightGradients:
     """Those of one stage's backward. With no side streams each is computed at once, and its operands can be freed."""
 
-    def __init__(self, device: torch.device, side_streams: int) -> None:
-        self.device = device
+    def __init__(self, operators: Operators, device: torch.device, side_streams: int) -> None:
+        self.operators, self.device = operators, device
         self._streams = streams_beside(device, side_streams)
         self._waiting: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
 
@@ -42,7 +42,7 @@ class WeightGradients:
         dw = torch.empty_strided(size, stride, dtype=dtype, device=self.device)
 
         def compute() -> None:
-            torch.mul(weight_gradient(g, x, weight, geometry), scale.view(-1, 1, 1, 1), out=dw)
+            self.operators.scale(weight_gradient(g, x, weight, geometry), scale, dw)
 
         if not self._streams:
             compute()

@@ -1,10 +1,10 @@
-"""bottleneck on a GPU: products at real sizes, stages by dtype, streams, a captured graph, compiled, backbones."""
+"""bottleneck on a GPU: both ways back at real sizes, stages by dtype, streams, a captured graph, backbones."""
 
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchvision.models import resnet
@@ -12,6 +12,8 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.callbacks.bottleneck import BottleneckSurgery, FusedStage, fused_stage
+from fasttrain.callbacks.bottleneck.convolution import convolution
+from fasttrain.callbacks.bottleneck.operators import Geometry
 from fasttrain.callbacks.bottleneck.reference import GRADIENT_TOLERANCE, off, reference
 from fasttrain.callbacks.frozen_bn import FrozenBNSurgery
 from fasttrain.measure import captured
@@ -23,8 +25,6 @@ LAST = torch.channels_last
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDING = {"fp32": 1e-5, "tf32": 2e-3, "fp16": 1e-3, "bf16": 8e-3}
 every_dtype = pytest.mark.parametrize("precision", DTYPES)
-# Exact float32 goes to cuDNN, on the GPU.
-every_kernel_dtype = pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
 
 
 @pytest.fixture(autouse=True)
@@ -70,49 +70,94 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert float((found.double() - wanted).abs().max()) <= tolerance * float(wanted.abs().max()) + 1e-7
 
 
-def unpacked(bits: Tensor) -> Tensor:
-    return ((bits[..., None] >> torch.arange(8, device=bits.device)) & 1).bool().flatten(1)
+def products(
+    shape: tuple[int, int, int], depth: int, columns: int, precision: str
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return gradient, weight, gate and residual of a 1x1 convolution of (n, height, width), and its input's gradient.
+
+    The last is float64, without gate and residual.
+    """
+    n, *sides = shape
+    g, gate, add = (feature_map((n, size, *sides), DTYPES[precision]) for size in (depth, columns, columns))
+    weight = (torch.randn(depth, columns, 1, 1, device="cuda") / depth**0.5).to(DTYPES[precision])
+    exact = torch.tensordot(g.double().permute(0, 2, 3, 1), weight.double()[..., 0, 0], 1).permute(0, 3, 1, 2)
+    return (g, weight.to(memory_format=LAST), gate, add), exact
 
 
-def assert_products_equal_float64(rows: int, depth: int, columns: int, precision: str) -> None:
+def assert_all_ways_back_equal_float64(
+    shape: tuple[int, int, int], depth: int, columns: int, precision: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fasttrain.callbacks.bottleneck import in_triton
 
-    dtype, tolerance = DTYPES[precision], ROUNDING[precision]
-    left, z = (torch.randn(rows, size, device="cuda").to(dtype) for size in (depth, columns))
-    right = (torch.randn(columns, depth, device="cuda") / depth**0.5).to(dtype)
-    bias = torch.randn(columns, device="cuda")
-    plain = left.double() @ right.double().t()
-    y, bits = in_triton.product(left, right, False, bias=bias, add=z, relu=True, keep_bits=True)
-    wanted = plain + bias.double() + z.double()
-    assert_close(y, wanted.relu(), tolerance)
-    assert bits is not None
-    certain = wanted.abs() > tolerance * wanted.abs().max()
-    assert torch.equal(unpacked(bits) & certain, (wanted > 0) & certain)
-    wide = right.t().contiguous()
-    assert_close(in_triton.product(left, wide, True, gate=z)[0], plain * (z > 0), tolerance)
-    found, _ = in_triton.product(left, wide, True, add=z, gate=bits)
-    assert_close(found, (plain + z.double()) * unpacked(bits), tolerance)
-    assert_close(in_triton.product(left, wide, True)[0], plain, tolerance)
+    monkeypatch.setattr(in_triton, "PRODUCT_DEPTH", most)
+    monkeypatch.setattr(in_triton, "PRODUCT_COLUMNS", most)
+    (g, weight, gate, add), exact = products(shape, depth, columns, precision)
+    tolerance = 2 * ROUNDING[precision]  # cuDNN's result is rounded, and what is added to it again
+    both = exact + add.double()
+    for one, other, wanted in ((gate, None, exact * (gate > 0)), (gate, add, both * (gate > 0)), (None, add, both)):
+        found = in_triton.pointwise_backward(g, weight, one, other, 1)
+        assert found.is_contiguous(memory_format=LAST)
+        assert_close(found, wanted, tolerance)
+    small = add[..., ::2, ::2].contiguous(memory_format=LAST)
+    exact[..., ::2, ::2] += small
+    assert_close(in_triton.pointwise_backward(g, weight, None, small, 2), exact, tolerance)
+    assert_close(in_triton.pointwise_backward(g, weight, gate, small, 2), exact * (gate > 0), tolerance)
 
 
-@every_kernel_dtype
+@every_dtype
+@pytest.mark.parametrize("most", [0, 4096], ids=["cudnn", "product"])
 @pytest.mark.parametrize(
-    ("rows", "depth", "columns"), [(160_000, 64, 256), (40_000, 512, 128), (10_000, 2048, 512), (10_000, 512, 2048)]
+    ("shape", "depth", "columns"),
+    [((2, 200, 200), 64, 256), ((2, 200, 200), 256, 64), ((2, 101, 100), 128, 256), ((4, 25, 25), 512, 2048)],
 )
-def test_products_of_real_sizes(rows: int, depth: int, columns: int, precision: str) -> None:
+def test_back_through_1x1_convolutions_of_real_sizes(
+    shape: tuple[int, int, int], depth: int, columns: int, most: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if most and depth > 256:
+        pytest.skip("a product holds all weights of a tile's columns in shared memory")
     torch.manual_seed(0)
-    assert_products_equal_float64(rows, depth, columns, precision)
+    assert_all_ways_back_equal_float64(shape, depth, columns, precision, most, monkeypatch)
 
 
-@every_kernel_dtype
-@settings(max_examples=20, deadline=None)
+@every_dtype
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    rows=st.integers(1, 3000), depth=st.sampled_from([16, 96, 320]), columns=st.sampled_from([16, 96, 192]),
-    seed=st.integers(0, 99),
+    n=st.integers(1, 3), height=st.integers(1, 40), width=st.integers(1, 40), depth=st.sampled_from([16, 64, 96, 256]),
+    columns=st.sampled_from([16, 96, 192, 256]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_products_of_random_sizes(precision: str, rows: int, depth: int, columns: int, seed: int) -> None:
+def test_back_through_1x1_convolutions_of_random_sizes(
+    precision: str, n: int, height: int, width: int, depth: int, columns: int, seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     torch.manual_seed(seed)
-    assert_products_equal_float64(rows, depth, columns, precision)
+    assert_all_ways_back_equal_float64((n, height, width), depth, columns, precision, 256, monkeypatch)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("programs", [1, 7, 396, 1 << 20])
+def test_products_in_any_tiling(rows: int, programs: int) -> None:
+    from fasttrain.callbacks.bottleneck import in_triton
+
+    (g, weight, gate, add), exact = products((1, 61, 67), 64, 256, "fp16")
+    tiling = in_triton.Tiling(rows=rows, columns=128, programs=programs)
+    assert_close(in_triton.product(g, weight, gate, add, tiling), (exact + add.double()) * (gate > 0), ROUNDING["fp16"])
+
+
+@every_dtype
+@pytest.mark.parametrize(("channels", "groups", "stride"), [(64, 1, 1), (128, 32, 2), (24, 1, 1)])
+def test_forward_convolutions_are_as_good_as_pytorchs(channels: int, groups: int, stride: int, precision: str) -> None:
+    dtype = DTYPES[precision]
+    x = feature_map((2, channels, 33, 31), dtype)
+    weight = (torch.randn(channels, channels // groups, 3, 3, device="cuda") / (3 * channels / groups) ** 0.5).to(dtype)
+    bias = torch.randn(channels, device="cuda", dtype=dtype)
+    geometry = Geometry((stride, stride), (1, 1), (1, 1), groups)
+    exact = nn.functional.conv2d(x.double(), weight.double(), bias.double(), *geometry)
+    add = torch.randn_like(exact).to(dtype).contiguous(memory_format=LAST)
+    weight = weight.to(memory_format=LAST)
+    assert_close(convolution(x, weight, bias, geometry), exact.relu(), 2 * ROUNDING[precision])
+    found = convolution(x, weight, bias, geometry, add)
+    assert found.is_contiguous(memory_format=LAST)
+    assert_close(found, (exact + add.double()).relu(), 2 * ROUNDING[precision])
 
 
 def results(net: nn.Module, x: Tensor, dy: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
@@ -167,12 +212,27 @@ def test_stages_are_as_good_as_the_plain_ones(name: str, precision: str) -> None
     assert_as_good_as_plain(stage(*arguments), feature_map(shape), precision)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
-def test_with_cudnn_for_all_products_forward(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("most", [0, 256], ids=["cudnn", "product"])
+def test_either_way_back_through_a_stage(most: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from fasttrain.callbacks.bottleneck import in_triton
 
-    monkeypatch.setattr(in_triton, "CUDNN_FROM", 16)
-    assert_as_good_as_plain(stage(256, 128, 3, 2), feature_map((2, 256, 28, 28)), precision)
+    monkeypatch.setattr(in_triton, "PRODUCT_DEPTH", most)
+    monkeypatch.setattr(in_triton, "PRODUCT_COLUMNS", most)
+    assert_as_good_as_plain(stage(64, 64, 3), feature_map((2, 64, 28, 28)), precision)
+
+
+def test_a_backward_under_another_autocast() -> None:
+    net, x, dy = fused_stage(stage(64, 64, 2)), feature_map((1, 64, 8, 8)), feature_map((1, 256, 8, 8))
+    wanted = results(net, x, dy, torch.float16)
+    net.zero_grad(set_to_none=True)
+    with torch.autocast("cuda", torch.float16):
+        y = net(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        y.backward(dy.half())
+    for parameter, other in zip(net.parameters(), wanted[2:], strict=True):
+        assert parameter.grad is not None
+        assert off(parameter.grad, other.double()) < 1e-3
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
