@@ -1,6 +1,7 @@
 """gemm_gelu against its reference in float64, in both tiers; what autograd may ask of it; and where it is put."""
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -23,23 +24,27 @@ from fasttrain.callbacks.gemm_gelu import (
     GemmGELUOptimization,
     linear_gelu_linear,
 )
+from fasttrain.callbacks.gemm_gelu.feed_forward import WAYS
 from fasttrain.callbacks.gemm_gelu.form import ERF_OF_DEGREE_2, ERF_OF_DEGREE_4, TANH, Form
 from fasttrain.callbacks.gemm_gelu.reference import TOLERANCE, reference
+from fasttrain.callbacks.gemm_gelu.ways import Ways
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Change, Context, Refuses
 from fasttrain.patches import PatchSurgery
 
 pytest.importorskip("triton")
-from fasttrain.callbacks.gemm_gelu import in_triton
-from fasttrain.callbacks.gemm_gelu.kernel import INTERPRETED
+from fasttrain.callbacks.gemm_gelu import in_triton, tiling
+from fasttrain.callbacks.gemm_gelu.gelu_kernel import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
 both_tiers = pytest.mark.parametrize("tier", ["torch", "triton"])
+BOTH_WAYS = (Ways(gelu="pass"), Ways(gelu="epilogue"))
+both_ways = pytest.mark.parametrize("ways", BOTH_WAYS, ids=str)
 both_forms = pytest.mark.parametrize("form", ["none", "tanh"])
 DTYPES = [torch.float32, torch.float16] if INTERPRETED.value else [torch.float16, torch.bfloat16]
-SMALL = in_triton.Tiling(rows=32, columns=32, depth=16, group=2)
+SMALL = tiling.Tiling(rows=32, columns=32, depth=16, group=2)
 
 # The interpreter says of numpy that exp2 has overflowed, which is what makes a sigmoid 0.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
@@ -47,8 +52,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:Run
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORWARD", "BACKWARD", "BY_POINTERS"):
-        monkeypatch.setattr(in_triton, name, SMALL)
+    monkeypatch.setattr(in_triton, "FORWARD", SMALL)
+    monkeypatch.setattr(in_triton, "BACKWARD", dataclasses.replace(SMALL, group=0))
+    monkeypatch.setattr(in_triton, "PASS", tiling.PassTiling(elements=256))
+    monkeypatch.setattr(tiling, "BY_POINTERS", SMALL)
 
 
 def tensors(
@@ -69,13 +76,13 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
         assert float((found.double() - wanted).abs().max()) <= tolerance * float(wanted.abs().max()) + 1e-7
 
 
-def assert_equals_reference(leaves: list[Tensor], form: Any, tier: Any) -> None:
+def assert_equals_reference(leaves: list[Tensor], form: Any, tier: Any, ways: Ways = WAYS) -> None:
     """Values and all gradients; leaves are five, or three without biases."""
     x, weight, *rest = leaves
     arguments = (x, weight, *rest) if len(rest) == 3 else (x, weight, None, rest[0], None)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     double = {id(leaf): one for leaf, one in zip(leaves, exact, strict=True)}
-    found = linear_gelu_linear(*arguments, form, tier)  # type: ignore[arg-type]
+    found = linear_gelu_linear(*arguments, form, tier, ways=ways)  # type: ignore[arg-type]
     wanted = reference(*(None if a is None else double[id(a)] for a in arguments), form)  # type: ignore[arg-type]
     tolerance = TOLERANCE[x.dtype]
     assert found.dtype == x.dtype
@@ -87,7 +94,7 @@ def assert_equals_reference(leaves: list[Tensor], form: Any, tier: Any) -> None:
         assert_close(gradient, one, tolerance)
 
 
-@both_tiers
+@pytest.mark.parametrize(("tier", "ways"), [("torch", WAYS), *(("triton", ways) for ways in BOTH_WAYS)], ids=str)
 @both_forms
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=4, deadline=None,
@@ -97,31 +104,45 @@ def assert_equals_reference(leaves: list[Tensor], form: Any, tier: Any) -> None:
     bias=st.booleans(), multiple=st.sampled_from([1, 8]),
 )  # fmt: skip
 def test_values_and_gradients_equal_the_reference(
-    small_tiles: None, tier: str, form: str, dtype: torch.dtype, tokens: int, width: int, hidden: int, out: int,
-    bias: bool, multiple: int,
+    small_tiles: None, tier: str, ways: Ways, form: str, dtype: torch.dtype, tokens: int, width: int, hidden: int,
+    out: int, bias: bool, multiple: int,
 ) -> None:  # fmt: skip
     widths = (-(-size // multiple) * multiple for size in (width, hidden, out))  # multiples go by descriptors
-    assert_equals_reference(tensors(tokens, *widths, dtype, bias), form, tier)
+    assert_equals_reference(tensors(tokens, *widths, dtype, bias), form, tier, ways)
 
 
-@pytest.mark.parametrize(("parts", "programs"), [(1, 1), (2, 0), (4, 1)])
+@pytest.mark.parametrize(
+    ("parts", "programs", "group", "rows"), [(1, 1, 3, 16), (2, 0, 3, 16), (4, 1, 3, 16), (1, 0, 0, 16), (2, 1, 0, 128),
+                                             (4, 1, 0, 32)],
+)  # fmt: skip
 @pytest.mark.parametrize("width", [24, 25])
-def test_every_tiling_gives_the_same(parts: int, programs: int, width: int) -> None:
-    tiling = in_triton.Tiling(16, 32, 16, parts=parts, programs=programs, group=3, flatten=True, stagger_ns=100)
-    x, weight, bias, weight_2, _ = (t.detach().half() for t in tensors(40, width, 48, width))
-    hidden, slope = in_triton.forward(x, weight, bias, "tanh", True, tiling)
+def test_every_tiling_gives_the_same(parts: int, programs: int, group: int, rows: int, width: int) -> None:
+    one = tiling.Tiling(rows, 32, 16, parts=parts, programs=programs, group=group, flatten=True, stagger_ns=100)
+    x, weight, bias, weight_2, _ = (t.detach().half() for t in tensors(rows + 12, width, 48, width))
+    hidden, slope = in_triton.forward(x, weight, bias, "tanh", True, one)
     before = F.linear(x.double(), weight.double(), bias.double()).requires_grad_()
     wanted = F.gelu(before, approximate="tanh")
     (wanted_slope,) = torch.autograd.grad(wanted.sum(), before)
     assert slope is not None
     assert_close(hidden, wanted.detach(), TOLERANCE[torch.float16])
     assert_close(slope, wanted_slope, TOLERANCE[torch.float16])
-    dy = torch.randn(40, width, device=DEVICE).half()
-    result, sums = in_triton.backward(dy, weight_2, slope, True, tiling)
+    dy = torch.randn(rows + 12, width, device=DEVICE).half()
     exact = (dy.double() @ weight_2.double()) * wanted_slope
-    assert_close(result, exact, TOLERANCE[torch.float16])
-    assert sums is not None
-    assert_close(sums, exact.sum(dim=0), TOLERANCE[torch.float16])
+    for kept, form in ((slope, None), (before.detach().half(), "tanh")):
+        result, sums = in_triton.backward(dy, weight_2, kept, form, torch.float32, one)
+        assert_close(result, exact, TOLERANCE[torch.float16])
+        assert sums is not None
+        assert_close(sums, exact.sum(dim=0), TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("tiles_m", "tiles_n", "most", "wanted"),
+    [(128, 32, 264, 8), (64, 32, 132, 4), (128, 24, 264, 11), (1, 5, 264, 1), (8, 300, 264, 4), (100, 264, 264, 1)],
+)
+def test_columns_are_shared_so_that_all_are_done_the_soonest(
+    tiles_m: int, tiles_n: int, most: int, wanted: int
+) -> None:
+    assert tiling.programs_of_a_column(tiles_m, tiles_n, most) == wanted
 
 
 @pytest.mark.parametrize(
@@ -151,6 +172,12 @@ def test_extreme_values(small_tiles: None, form: Any) -> None:
     assert slope.flatten()[:5].tolist() == [1, 0, 1, 0, 0.5]
     assert torch.isnan(hidden[5]).all()
     assert torch.isnan(slope[5]).all()
+    by_pass = in_triton.gelu(x, form)
+    assert by_pass.flatten()[:5].tolist() == hidden.flatten()[:5].tolist()
+    assert torch.isnan(by_pass[5]).all()
+    dx, _ = in_triton.backward(torch.ones_like(x), one, x, form, None)
+    assert dx.flatten()[:5].tolist() == [1, 0, 1, 0, 0.5]
+    assert torch.isnan(dx[5]).all()
 
 
 def test_float64_is_differentiated_rightly_and_twice() -> None:
@@ -178,13 +205,16 @@ def test_shapes_and_strides(small_tiles: None, tier: Any) -> None:
     assert linear_gelu_linear(x[0], *arguments, tier=tier).shape == (8,)
 
 
+@both_ways
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias", "weight_2", "bias_2", ""])
-def test_only_wanted_gradients_are_computed_and_only_what_they_need_is_kept(small_tiles: None, wanted: str) -> None:
+def test_only_wanted_gradients_are_computed_and_only_what_they_need_is_kept(
+    small_tiles: None, wanted: str, ways: Ways
+) -> None:
     names = ("x", "weight", "bias", "weight_2", "bias_2")
     leaves = dict(zip(names, tensors(20, 8, 16, 8), strict=True))
     for name, leaf in leaves.items():
         leaf.requires_grad_(name == wanted)
-    y = linear_gelu_linear(*leaves.values(), tier="triton")  # type: ignore[arg-type]
+    y = linear_gelu_linear(*leaves.values(), tier="triton", ways=ways)  # type: ignore[arg-type]
     if not wanted:
         assert y.grad_fn is None
         return
@@ -195,14 +225,15 @@ def test_only_wanted_gradients_are_computed_and_only_what_they_need_is_kept(smal
     assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [wanted]
 
 
-def test_a_weight_used_twice_gets_both_gradients(small_tiles: None) -> None:
+@both_ways
+def test_a_weight_used_twice_gets_both_gradients(small_tiles: None, ways: Ways) -> None:
     x, weight, bias, weight_2, bias_2 = tensors(20, 8, 16, 8)
 
     def twice(block: Any) -> list[Tensor]:
         y = block(block(x, weight, bias, weight_2, bias_2), weight, bias, weight_2, bias_2)
         return list(torch.autograd.grad(y.square().sum(), (x, weight, bias, weight_2, bias_2)))
 
-    ours = twice(lambda *a: linear_gelu_linear(*a, tier="triton"))
+    ours = twice(lambda *a: linear_gelu_linear(*a, tier="triton", ways=ways))
     for found, expected in zip(ours, twice(reference), strict=True):
         assert_close(found, expected.double(), 10 * TOLERANCE[torch.float32])
     square = torch.randn(8, 8, device=DEVICE, requires_grad=True)
@@ -233,9 +264,10 @@ def test_a_second_derivative_of_the_fused_block_is_refused(small_tiles: None) ->
         torch.autograd.grad(y.sum(), leaves, create_graph=True)
 
 
-def test_a_second_backward_gives_the_same(small_tiles: None) -> None:
+@both_ways
+def test_a_second_backward_gives_the_same(small_tiles: None, ways: Ways) -> None:
     leaves = tensors(40, 8, 16, 8)
-    loss = linear_gelu_linear(*leaves, tier="triton").square().sum()  # type: ignore[arg-type]
+    loss = linear_gelu_linear(*leaves, tier="triton", ways=ways).square().sum()  # type: ignore[arg-type]
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
 
@@ -246,6 +278,23 @@ def test_under_torch_compile_it_is_pytorchs_operators() -> None:
     compiled = torch.compile(block, fullgraph=True, backend="eager")
     x = torch.randn(4, 8)
     torch.testing.assert_close(compiled(x), nn.Sequential.forward(block, x))
+
+
+def test_what_is_compiled_has_autocasts_dtype_in_its_graph() -> None:
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled, leaves = torch.compile(linear_gelu_linear, fullgraph=True, backend=backend), tensors(4, 8, 16, 8)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            y = compiled(*leaves)
+        assert y.dtype == dtype
+        assert f"to(torch.{str(dtype).removeprefix('torch.')})" in graphs[-1]
+    assert len(graphs) == 2
 
 
 @pytest.mark.parametrize(

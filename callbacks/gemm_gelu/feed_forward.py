@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -11,6 +9,8 @@ from torch import Tensor
 
 from fasttrain.callbacks.gemm_gelu.form import Approximate, form_for
 from fasttrain.callbacks.gemm_gelu.reference import reference
+from fasttrain.callbacks.gemm_gelu.ways import Ways
+from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError, nearest
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ Tier = Literal["auto", "triton", "torch"]
 # A tensor descriptor's rows begin at multiples of 16 bytes; rows that don't would be loaded element by element.
 WIDTHS_MULTIPLE_OF = 8
 OLDEST_CAPABILITY = (8, 0)
+WAYS = Ways()
 
 
 def linear_gelu_linear(
@@ -30,6 +31,8 @@ def linear_gelu_linear(
     bias_2: Float[Tensor, " O"] | None,
     approximate: Approximate = "none",
     tier: Tier = "auto",
+    *,
+    ways: Ways = WAYS,
 ) -> Float[Tensor, "*tokens O"]:
     """Return gelu(x @ weight.T + bias) @ weight_2.T + bias_2, in x's dtype, or autocast's where that is on.
 
@@ -43,27 +46,29 @@ def linear_gelu_linear(
         tier: "auto" takes the fused products for float16 and bfloat16 on NVIDIA GPUs from compute capability 8.0 on,
             where all widths are multiples of 8, and PyTorch's operators elsewhere and under torch.compile. "triton" is
             for the interpreter, and for other widths.
+        ways: of the fused block, for measuring.
 
     Raises:
         OptimizationError: shapes, devices or dtypes don't fit; no such form or tier; tier="triton" for a dtype that it
             has no kernel for; in the backward of the fused products, if it is to be differentiated again.
     """
-    if torch.compiler.is_compiling():
-        return reference(x, weight, bias, weight_2, bias_2, approximate)
-    _check(x, weight, bias, weight_2, bias_2, tier)
-    form_for(approximate, x.dtype)
+    if not torch.compiler.is_compiling():
+        _check(x, weight, bias, weight_2, bias_2, tier)
+        form_for(approximate, x.dtype)
     given = (x, weight, bias, weight_2, bias_2)
-    # Outside of the function, so that autograd casts the gradients back.
+    # Outside of the function, so that autograd casts the gradients back. When compiling too: casts that autocast makes
+    # are not in the graph by which AOTAutograd's cache knows a block, so that PyTorch 2.11, which also has no dtype of
+    # autocast's in the key (pytorch/pytorch#181564), takes one compiled for float16 where it is bfloat16.
     x, weight, bias, weight_2, bias_2 = (_as_autocast(tensor) for tensor in given)  # type: ignore[assignment]
     assert x is not None
     assert weight is not None
     assert weight_2 is not None
-    if not _takes_triton(tier, x, weight, bias, weight_2, bias_2):
+    if torch.compiler.is_compiling() or not _takes_triton(tier, x, weight, bias, weight_2, bias_2):
         return reference(x, weight, bias, weight_2, bias_2, approximate)
     from fasttrain.callbacks.gemm_gelu.eager import LinearGeluLinear  # without Triton it can't be imported
 
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y: Tensor = LinearGeluLinear.apply(tokens, weight, bias, weight_2, bias_2, approximate)
+    y: Tensor = LinearGeluLinear.apply(tokens, weight, bias, weight_2, bias_2, approximate, ways)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -97,15 +102,10 @@ def _has_fast_kernel(tensors: list[Tensor]) -> bool:
     widths = {size for tensor in tensors[1:] for size in tensor.shape}
     return (
         device.type == "cuda"
-        and _triton_runs()
+        and triton_runs()
         and torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY
         and all(width % WIDTHS_MULTIPLE_OF == 0 for width in widths)
     )
-
-
-@cache
-def _triton_runs() -> bool:
-    return torch.version.hip is None and find_spec("triton") is not None
 
 
 def _check(

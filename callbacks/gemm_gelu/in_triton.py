@@ -1,56 +1,23 @@
-"""The tier for NVIDIA GPUs: how the products are laid over the card, and launched. Nothing waits for the GPU."""
-
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+"""The tier for NVIDIA GPUs: the kernels' launches. Nothing waits for the GPU."""
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
 
 from fasttrain.callbacks.gemm_gelu.form import form_for
-from fasttrain.callbacks.gemm_gelu.kernel import INTERPRETED, gelu_backward_kernel, linear_gelu_kernel
+from fasttrain.callbacks.gemm_gelu.gelu_kernel import INTERPRETED, gelu_pass_kernel
+from fasttrain.callbacks.gemm_gelu.kernel import gelu_backward_kernel, linear_gelu_kernel
+from fasttrain.callbacks.gemm_gelu.tiling import Launch, PassTiling, Tiling
+from fasttrain.callbacks.relu_bias_backward.kernel import fold_kernel
 
 # float32 products would be of the tensor cores' 19 bits, or not be theirs.
 DTYPES = (torch.float16, torch.bfloat16) + ((torch.float32,) if INTERPRETED.value else ())
-# A tensor descriptor's addresses and strides are multiples of this.
-TMA_BYTES = 16
-INTERPRETED_MULTIPROCESSORS = 3
 
-
-@dataclass(frozen=True)
-class Tiling:
-    """How much a program takes at once, and how many there are."""
-
-    rows: int = 128
-    """Of a tile of the result."""
-    columns: int = 128
-    """Of a tile. The sums of a tile of 128 x 128 take 128 registers of each of 128 threads."""
-    depth: int = 64
-    """Products at once: 128 bytes of each row, in 16 bits."""
-    warps: int = 4
-    """Of a program."""
-    stages: int = 3
-    """Loads on their way. Three of 32 KiB, and half a tile to be stored, leave room for a second program."""
-    parts: int = 2
-    """In which a tile leaves the registers: 1, 2 or 4."""
-    group: int = 8
-    """Rows of tiles that are gone through column by column."""
-    programs: int = 2
-    """On each multiprocessor, which take tiles in turn; 0 for a program of its own for each tile."""
-    flatten: bool = False
-    """The first loads for a program's next tile begin before it is through with the last."""
-    stagger_ns: int = 0
-    """By which a multiprocessor's second program starts later than its first."""
-
-
-# Where there are no tensor descriptors: products of 16 KiB, so that they also fit into 100 KiB of shared memory.
-BY_POINTERS = Tiling(depth=32, warps=8, parts=1, programs=0)
 # Half of what a tile's products take, alone, is 3 us; GELU with its derivative is 4 us of instructions.
 FORWARD = Tiling(stagger_ns=4000)
-BACKWARD = Tiling(stagger_ns=2000)
-# Tiles for each multiprocessor from which on a late start is worth its while.
-STAGGERED_FROM = 8
+BACKWARD = Tiling(group=0, stagger_ns=2000)
+PASS = PassTiling()
+# Columns of sums that a program adds up, 64 bytes of a row, and at most so many rows at once.
+_FOLD_COLUMNS, _FOLD_ROWS = 16, 256
 
 
 def forward(
@@ -67,7 +34,7 @@ def forward(
     if not hidden.numel():
         return hidden, slope
     matrices = (x, weight, hidden, hidden if slope is None else slope)
-    launch = _Launch(matrices, rows, columns, tiling, FORWARD)
+    launch = Launch(matrices, rows, columns, tiling, FORWARD)
     of_tile = (launch.tiling.rows, launch.tiling.columns // launch.tiling.parts)
     blocks = ((launch.tiling.rows, launch.tiling.depth), (launch.tiling.columns, launch.tiling.depth), of_tile, of_tile)
     x_at, weight_at, hidden_at, slope_at = launch.described(blocks)
@@ -82,86 +49,67 @@ def forward(
     return hidden, slope
 
 
-def backward(
-    dy: Tensor, weight: Tensor, slope: Tensor, want_sums: bool, tiling: Tiling | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return (dy @ weight) * slope in dy's dtype, and the sums of its columns, float32 (columns,), if wanted.
+def gelu(before: Tensor, approximate: str, tiling: PassTiling | None = None) -> Tensor:
+    """Return gelu(before), of the same shape and dtype; before is contiguous."""
+    hidden, tiling = torch.empty_like(before), tiling or PASS
+    if not hidden.numel():
+        return hidden
+    form = form_for(approximate, before.dtype)
+    with torch.cuda.device_of(before):
+        gelu_pass_kernel[(-(-before.numel() // tiling.elements),)](
+            before, hidden, before.numel(), FORM=form.coefficients, LARGEST=form.largest, BLOCK=tiling.elements,
+            num_warps=tiling.warps,
+        )  # fmt: skip
+    return hidden
 
-    dy is (rows, depth), weight (depth, columns), slope (rows, columns), all of one dtype.
+
+def backward(
+    dy: Tensor, weight: Tensor, kept: Tensor, approximate: str | None, sums: torch.dtype | None,
+    tiling: Tiling | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return (dy @ weight) * gelu' in dy's dtype, and the sums of its columns, (columns,), summed in float32.
+
+    Args:
+        dy: (rows, depth), of one dtype with weight and kept.
+        weight: (depth, columns).
+        kept: (rows, columns): GELU's input or its derivative.
+        approximate: GELU's form if its input was kept, None if its derivative was.
+        sums: the dtype of the sums, None if they are not wanted.
+        tiling: by default `BACKWARD`.
     """
     (rows, depth), columns = dy.shape, weight.shape[1]
     dy, weight = _rows_contiguous(dy), _rows_contiguous(weight)
-    result = torch.empty_like(slope)
+    result = torch.empty_like(kept)
     if not result.numel():
-        return result, dy.new_zeros(columns, dtype=torch.float32) if want_sums else None
-    matrices = (dy, weight, slope, result)
-    launch = _Launch(matrices, rows, columns, tiling, BACKWARD)
+        return result, None if sums is None else dy.new_zeros(columns, dtype=sums)
+    matrices = (dy, weight, kept, result)
+    launch = Launch(matrices, rows, columns, tiling, BACKWARD)
     of_tile = (launch.tiling.rows, launch.tiling.columns // launch.tiling.parts)
     blocks = ((launch.tiling.rows, launch.tiling.depth), (launch.tiling.depth, launch.tiling.columns), of_tile, of_tile)
-    dy_at, weight_at, slope_at, result_at = launch.described(blocks)
-    shape = (-(-rows // launch.tiling.rows) if want_sums else 0, columns)
+    dy_at, weight_at, kept_at, result_at = launch.described(blocks)
+    shape = (0 if sums is None else launch.summed_apart, columns)
     partial_sums = torch.empty(shape, dtype=torch.float32, device=dy.device)
+    form = None if approximate is None else form_for(approximate, dy.dtype)
     with torch.cuda.device_of(dy):
         gelu_backward_kernel[(launch.programs,)](
-            dy_at, weight_at, slope_at, result_at, partial_sums,
+            dy_at, weight_at, kept_at, result_at, partial_sums,
             rows, columns, depth, *(m.stride(0) for m in matrices), launch.multiprocessors,
-            COLUMN_SUMS=want_sums, **launch.options,
+            FORM=form and form.coefficients, LARGEST=form and form.largest, COLUMN_SUMS=sums is not None,
+            WARPS=launch.tiling.warps, **launch.options,
         )  # fmt: skip
-    return result, partial_sums.sum(dim=0) if want_sums else None
+    return result, None if sums is None else _folded(partial_sums, sums)
 
 
-class _Launch:
-    """What is the same for both kernels: the tiling, the programs, and how memory is reached."""
-
-    def __init__(
-        self, matrices: tuple[Tensor, ...], rows: int, columns: int, tiling: Tiling | None, default: Tiling
-    ) -> None:
-        self.matrices = matrices
-        device = matrices[0].device
-        self.by_descriptors = _has_tma(device) and all(map(_can_be_described, matrices))
-        self.tiling = tiling or (default if self.by_descriptors else BY_POINTERS)
-        self.multiprocessors = _multiprocessors(device)
-        tiles = -(-rows // self.tiling.rows) * -(-columns // self.tiling.columns)
-        most = self.tiling.programs * self.multiprocessors
-        self.programs = min(tiles, most) if most else tiles
-        self.options: dict[str, Any] = {
-            "TMA": self.by_descriptors,
-            "BLOCK_M": self.tiling.rows,
-            "BLOCK_N": self.tiling.columns,
-            "BLOCK_K": self.tiling.depth,
-            "GROUP": self.tiling.group,
-            "PARTS": self.tiling.parts,
-            "STAGGER_NS": self.tiling.stagger_ns if tiles >= STAGGERED_FROM * self.multiprocessors else 0,
-            "PERSISTENT": self.programs < tiles,
-            "FLATTEN": self.tiling.flatten and self.programs < tiles,
-            "num_warps": self.tiling.warps,
-            "num_stages": self.tiling.stages,
-        }
-
-    def described(self, blocks: tuple[tuple[int, int], ...]) -> list[Any]:
-        """Return the kernel's arguments for the matrices, which are gone through in such blocks."""
-        if not self.by_descriptors:
-            return list(self.matrices)
-        pairs = zip(self.matrices, blocks, strict=True)
-        return [TensorDescriptor.from_tensor(matrix, list(block)) for matrix, block in pairs]
-
-
-def _can_be_described(matrix: Tensor) -> bool:
-    stride_bytes = matrix.stride(0) * matrix.element_size()
-    return matrix.data_ptr() % TMA_BYTES == 0 and stride_bytes % TMA_BYTES == 0 and matrix.numel() > 0
+def _folded(partial_sums: Tensor, dtype: torch.dtype) -> Tensor:
+    rows, columns = partial_sums.shape
+    sums = partial_sums.new_empty(columns, dtype=dtype)
+    at_once = min(1 << (rows - 1).bit_length(), _FOLD_ROWS)
+    with torch.cuda.device_of(sums):
+        fold_kernel[(-(-columns // _FOLD_COLUMNS),)](
+            partial_sums, sums, rows, CHANNELS=columns, ROWS=at_once, COLUMNS=_FOLD_COLUMNS
+        )
+    return sums
 
 
 def _rows_contiguous(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
-
-
-@cache
-def _has_tma(device: torch.device) -> bool:
-    return INTERPRETED.value or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if INTERPRETED.value:
-        return INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,21 +1,15 @@
 # mypy: ignore-errors
 """The Triton kernels: a matrix product whose tiles become GELU, or GELU's gradient, before they leave the registers.
 
-GELU is computed as x * sigmoid(x * Q(x * x)) for a polynomial Q, which holds for both forms. For the tanh form it is an
-identity: (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = x (a + b x^2) (Hendrycks and Gimpel, arXiv 1606.08415). For the
-erf form Q was fitted to log(P / (1 - P)) / x, P the normal distribution function: see `form.py`. The derivative comes
-from the same exponential.
-
 What bounds it on an H200: 16,384 x 4,096 elements, of 1,024 products each, take the tensor cores 0.17 ms, and each
-instruction for every element 2 us on all multiprocessors together, so a GELU of thirty would add a third. Therefore it
-is short, and two programs share a multiprocessor, so that one multiplies while the other does its GELU.
+instruction for every element 2 us on all multiprocessors together, so an epilogue of thirty would add a third.
+Therefore it is short, and two programs share a multiprocessor, so that one multiplies while the other is at its end.
 """
 
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as decided when this module is imported
-MINUS_LOG2E = tl.constexpr(-1.4426950408889634)
+from fasttrain.callbacks.gemm_gelu.gelu_kernel import INTERPRETED, gelu_and_slope
 
 
 @triton.jit
@@ -50,7 +44,8 @@ def linear_gelu_kernel(
         BLOCK_M: rows of a tile.
         BLOCK_N: columns of a tile.
         BLOCK_K: products at once.
-        GROUP: rows of tiles whose columns are done together, so that weights are found in the cache.
+        GROUP: rows of tiles whose columns are done together, so that weights are found in the cache; 0 if the tiles of
+            a program have the same columns, and programs are a multiple of tiles in a row.
         PARTS: 1, 2 or 4, of a tile's columns, one after another in the epilogue.
         STAGGER_NS: by which a second program of a multiprocessor starts later.
         PERSISTENT: programs take several tiles.
@@ -58,9 +53,8 @@ def linear_gelu_kernel(
     """
     _stagger(multiprocessors, STAGGER_NS)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
-    step = tl.num_programs(0)
-    for tile in tl.range(tl.program_id(0), last, step, flatten=FLATTEN):
+    first, last, step = _own_tiles(tiles_m, tiles_n, GROUP, PERSISTENT)
+    for tile in tl.range(first, last, step, flatten=FLATTEN):
         row, column = _place(tile, tiles_m, tiles_n, GROUP)
         row, column = row * BLOCK_M, column * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -71,57 +65,64 @@ def linear_gelu_kernel(
         parts = _parts(total, PARTS)
         WIDTH: tl.constexpr = BLOCK_N // PARTS
         for part in tl.static_range(PARTS):
-            first = column + part * WIDTH
+            at = column + part * WIDTH
             value = parts[part]
             if HAS_BIAS:
-                n = first + tl.arange(0, WIDTH)
+                n = at + tl.arange(0, WIDTH)
                 value += tl.load(bias + n, mask=n < columns, other=0).to(tl.float32)[None, :]
             activation, derivative = gelu_and_slope(value, FORM, LARGEST)
-            _store(hidden, activation, row, first, rows, columns, hidden_stride, BLOCK_M, WIDTH, TMA)
+            _store(hidden, activation, row, at, rows, columns, hidden_stride, BLOCK_M, WIDTH, TMA)
             if KEEP_SLOPE:
-                _store(slope, derivative, row, first, rows, columns, slope_stride, BLOCK_M, WIDTH, TMA)
+                _store(slope, derivative, row, at, rows, columns, slope_stride, BLOCK_M, WIDTH, TMA)
 
 
 @triton.jit
 def gelu_backward_kernel(
-    dy, weight, slope, result, partial_sums,
-    rows, columns, depth, dy_stride, weight_stride, slope_stride, result_stride, multiprocessors,
-    COLUMN_SUMS: tl.constexpr, TMA: tl.constexpr,
+    dy, weight, kept, result, partial_sums,
+    rows, columns, depth, dy_stride, weight_stride, kept_stride, result_stride, multiprocessors,
+    FORM: tl.constexpr, LARGEST: tl.constexpr, COLUMN_SUMS: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    STAGGER_NS: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr,
+    STAGGER_NS: tl.constexpr, PERSISTENT: tl.constexpr, FLATTEN: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Write result = (dy @ weight) * slope, and its sums over the rows of each tile.
+    """Write result = (dy @ weight) * gelu', and its sums over the rows of each tile, or of each program's tiles.
 
     Args:
         dy: (rows, depth).
         weight: (depth, columns).
-        slope: (rows, columns), from the forward.
+        kept: (rows, columns), from the forward: GELU's derivative, or its input.
         result: (rows, columns): the gradient of what went into GELU.
-        partial_sums: float32 (tiles of rows, columns), a pointer; not written unless COLUMN_SUMS.
+        partial_sums: float32, a pointer; not written unless COLUMN_SUMS. (tiles of rows, columns), or if GROUP is 0,
+            (programs of a column, columns).
         rows: of the result; this and all others as in `linear_gelu_kernel`.
         columns: see there.
         depth: see there.
         dy_stride: see there.
         weight_stride: see there.
-        slope_stride: see there.
+        kept_stride: see there.
         result_stride: see there.
         multiprocessors: see there.
+        FORM: coefficients of Q if GELU's input was kept, None if its derivative was.
+        LARGEST: see there.
         COLUMN_SUMS: the bias has a gradient.
         TMA: see there.
         BLOCK_M: see there.
         BLOCK_N: see there.
         BLOCK_K: see there.
-        GROUP: see there.
+        GROUP: see there; if 0, the sums of a program's tiles stay in its registers.
         PARTS: see there.
         STAGGER_NS: see there.
         PERSISTENT: see there.
         FLATTEN: see there.
+        WARPS: of a program.
     """
     _stagger(multiprocessors, STAGGER_NS)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
-    last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
-    step = tl.num_programs(0)
-    for tile in tl.range(tl.program_id(0), last, step, flatten=FLATTEN):
+    WIDTH: tl.constexpr = BLOCK_N // PARTS
+    # Rows of a tile that lie in different threads: 8 for each warp, of which each has 16 rows at a time.
+    APART: tl.constexpr = 8 * (WARPS if BLOCK_M // 16 > WARPS else BLOCK_M // 16)
+    first, last, step = _own_tiles(tiles_m, tiles_n, GROUP, PERSISTENT)
+    sums = _zeros(APART, WIDTH, PARTS)
+    for tile in tl.range(first, last, step, flatten=FLATTEN):
         tile_m, tile_n = _place(tile, tiles_m, tiles_n, GROUP)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -130,44 +131,59 @@ def gelu_backward_kernel(
             b = _load(weight, k * BLOCK_K, column, depth, columns, weight_stride, BLOCK_K, BLOCK_N, TMA)
             total = tl.dot(a, b, total, input_precision="ieee")
         parts = _parts(total, PARTS)
-        WIDTH: tl.constexpr = BLOCK_N // PARTS
+        of_tile = ()
         for part in tl.static_range(PARTS):
-            first = column + part * WIDTH
-            derivative = _load(slope, row, first, rows, columns, slope_stride, BLOCK_M, WIDTH, TMA)
-            gradient = parts[part] * derivative.to(tl.float32)
-            _store(result, gradient, row, first, rows, columns, result_stride, BLOCK_M, WIDTH, TMA)
+            at = column + part * WIDTH
+            derivative = _load(kept, row, at, rows, columns, kept_stride, BLOCK_M, WIDTH, TMA).to(tl.float32)
+            if FORM is not None:
+                _, derivative = gelu_and_slope(derivative, FORM, LARGEST)
+            gradient = parts[part] * derivative
+            _store(result, gradient, row, at, rows, columns, result_stride, BLOCK_M, WIDTH, TMA)
             if COLUMN_SUMS:
-                n = first + tl.arange(0, WIDTH)
-                # Rows that don't exist were read as zeros. Not by atomics: their order differs from run to run.
-                tl.store(partial_sums + tile_m * columns + n, tl.sum(gradient, axis=0), mask=n < columns)
+                # Rows that don't exist were read as zeros.
+                if GROUP == 0:
+                    of_tile = of_tile + (sums[part] + _sums_in_threads(gradient, APART),)  # noqa: RUF005
+                else:
+                    _store_sums(partial_sums + tile_m * columns, at, columns, gradient, WIDTH)
+        if COLUMN_SUMS and GROUP == 0:
+            sums = of_tile
+    if COLUMN_SUMS and GROUP == 0:
+        own = partial_sums + tl.program_id(0) // tiles_n * columns
+        for part in tl.static_range(PARTS):
+            at = tl.program_id(0) % tiles_n * BLOCK_N + part * WIDTH
+            _store_sums(own, at, columns, sums[part], WIDTH)
 
 
 @triton.jit
-def gelu_and_slope(x, FORM: tl.constexpr, LARGEST: tl.constexpr):
-    """Return gelu(x) and its derivative, for float32 x."""
-    square = x * x
-    if LARGEST is not None:
-        square = tl.minimum(square, LARGEST)
-    DEGREE: tl.constexpr = len(FORM) - 1
-    q = tl.full(x.shape, FORM[DEGREE] * MINUS_LOG2E, tl.float32)
-    # Of x Q(x^2): each power's own exponent comes down, so that a coefficient is multiplied by 1, 3, 5, ...
-    q_slope = tl.full(x.shape, FORM[DEGREE] * (2 * DEGREE + 1), tl.float32)
-    for i in tl.static_range(DEGREE):
-        q = q * square + FORM[DEGREE - 1 - i] * MINUS_LOG2E
-        q_slope = q_slope * square + FORM[DEGREE - 1 - i] * (2 * (DEGREE - 1 - i) + 1)
-    sigmoid = _reciprocal(1.0 + tl.exp2(x * q))
-    activation = x * sigmoid
-    return activation, sigmoid + (activation - activation * sigmoid) * q_slope
-
-
-@triton.jit
-def _reciprocal(x):
-    if INTERPRETED:
-        y = 1.0 / x
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
+    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if PARTS == 1:
+        every = (zeros,)
+    elif PARTS == 2:
+        every = (zeros, zeros)
     else:
-        # A division is six instructions; this is one, wrong by a unit in float32's last place. Of infinity it is 0.
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return y
+        every = (zeros, zeros, zeros, zeros)
+    return every
+
+
+@triton.jit
+def _sums_in_threads(tile, APART: tl.constexpr):
+    """Return sums over rows, APART of them, such that on tensor cores' layout of a tile no threads need to talk.
+
+    There, a warp has rows of 16, and a thread has the first and the ninth of them, or the second and the tenth, ...
+    """
+    sixteens = tl.reshape(tile, (tile.shape[0] // 16, 2, 8, tile.shape[1]))
+    eights = tl.sum(sixteens, axis=1)
+    if eights.shape[0] * 8 > APART:
+        eights = tl.sum(tl.reshape(eights, (eights.shape[0] * 8 // APART, APART // 8, 8, tile.shape[1])), axis=0)
+    return tl.reshape(eights, (APART, tile.shape[1]))
+
+
+@triton.jit
+def _store_sums(target, first, columns, addends, WIDTH: tl.constexpr):
+    # Not by atomics: their order differs from run to run.
+    n = first + tl.arange(0, WIDTH)
+    tl.store(target + n, tl.sum(addends, axis=0), mask=n < columns)
 
 
 @triton.jit
@@ -183,12 +199,28 @@ def _stagger(multiprocessors, NANOSECONDS: tl.constexpr):
 
 
 @triton.jit
+def _own_tiles(tiles_m, tiles_n, GROUP: tl.constexpr, PERSISTENT: tl.constexpr):
+    """Return a program's range of tiles: counted within their column if GROUP is 0, else among all."""
+    if GROUP == 0:
+        first, last, step = tl.program_id(0) // tiles_n, tiles_m, tl.num_programs(0) // tiles_n
+    else:
+        first, last, step = tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)
+    if not PERSISTENT:
+        last = first + 1
+    return first, last, step
+
+
+@triton.jit
 def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Return row and column of a tile: GROUP rows are gone through column by column."""
-    group = tile // (GROUP * tiles_n)
-    rows_of_group = tl.minimum(tiles_m - group * GROUP, GROUP)
-    inside = tile % (GROUP * tiles_n)
-    return group * GROUP + inside % rows_of_group, inside // rows_of_group
+    if GROUP == 0:
+        place = (tile, tl.program_id(0) % tiles_n)
+    else:
+        group = tile // (GROUP * tiles_n)
+        rows_of_group = tl.minimum(tiles_m - group * GROUP, GROUP)
+        inside = tile % (GROUP * tiles_n)
+        place = (group * GROUP + inside % rows_of_group, inside // rows_of_group)
+    return place
 
 
 @triton.jit

@@ -1,9 +1,11 @@
 """The obvious version: a linear layer, GELU, a linear layer.
 
-The fused kernels round to the tensors' dtype three times: GELU, its derivative, and the gradient of what went into it.
-PyTorch's operators round five times, what goes into GELU and what comes back to its output too. Tolerances are
-relative to the largest value of the reference in float64, given the same rounded inputs; a sum of N rounded terms of
-either sign is off by about sqrt(N) roundings of one term, which is less than one rounding of the largest sum.
+The fused block rounds to the tensors' dtype three times: what goes into GELU (or in the other way, GELU's derivative),
+GELU, and the gradient of what went into it. PyTorch's operators round what comes back to GELU's output too.
+
+Tolerances are relative to the largest value of the reference in float64, given the same rounded inputs; a sum of N
+rounded terms of either sign is off by about sqrt(N) roundings of one term, which is less than one rounding of the
+largest sum.
 """
 
 import torch

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fasttrain.callbacks.gemm_gelu import FeedForward, FeedForwardPatches, linear_gelu_linear
 from fasttrain.callbacks.gemm_gelu.reference import TOLERANCE, reference
+from fasttrain.callbacks.gemm_gelu.ways import Ways
 from fasttrain.errors import OptimizationError
 from fasttrain.measure import captured
 from fasttrain.patches import PatchSurgery
@@ -15,6 +16,7 @@ from fasttrain.patches import PatchSurgery
 pytestmark = pytest.mark.gpu
 
 HALVES = [torch.float16, torch.bfloat16]
+both_ways = pytest.mark.parametrize("ways", [Ways(gelu="pass"), Ways(gelu="epilogue")], ids=str)
 NAMES = ("y", "dx", "d_weight", "d_bias", "d_weight_2", "d_bias_2")
 # Tokens, in, hidden, out: BERT-large's, ragged in tokens, ragged in all, fewer than a tile.
 SHAPES = [(4096, 1024, 4096, 1024), (1000, 768, 3072, 768), (777, 104, 520, 72), (3, 16, 40, 8)]
@@ -43,34 +45,40 @@ def assert_equals_reference(found: list[Tensor], leaves: list[Tensor], dy: Tenso
         assert error <= TOLERANCE[dtype], f"{name} is off by {error:.1e}"
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("form", ["none", "tanh"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_equal_the_reference(dtype: torch.dtype, form: str, shape: tuple[int, ...]) -> None:
+def test_values_and_gradients_equal_the_reference(
+    dtype: torch.dtype, form: str, shape: tuple[int, ...], ways: Ways
+) -> None:
     leaves = leaves_of(*shape, dtype)
     dy = torch.randn(shape[0], shape[3], device="cuda").to(dtype)
-    found = forward_and_backward(linear_gelu_linear, leaves, dy, approximate=form)
+    found = forward_and_backward(linear_gelu_linear, leaves, dy, approximate=form, ways=ways)
     assert all(one.dtype == dtype for one in found)
     assert_equals_reference(found, leaves, dy, form, dtype)
-    again = forward_and_backward(linear_gelu_linear, leaves, dy, approximate=form)
+    again = forward_and_backward(linear_gelu_linear, leaves, dy, approximate=form, ways=ways)
     assert all(map(torch.equal, found, again)), "sums are taken in one order"
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_widths_that_tensor_descriptors_do_not_take(dtype: torch.dtype) -> None:
+def test_widths_that_tensor_descriptors_do_not_take(dtype: torch.dtype, ways: Ways) -> None:
     leaves = leaves_of(300, 33, 77, 19, dtype)
     dy = torch.randn(300, 19, device="cuda").to(dtype)
     for tier in ("auto", "triton"):
-        found = forward_and_backward(linear_gelu_linear, leaves, dy, tier=tier)
+        found = forward_and_backward(linear_gelu_linear, leaves, dy, tier=tier, ways=ways)
         assert_equals_reference(found, leaves, dy, "none", dtype)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_it_is_as_near_to_float64_as_pytorch_is(dtype: torch.dtype) -> None:
+def test_it_is_as_near_to_float64_as_pytorch_is(dtype: torch.dtype, ways: Ways) -> None:
     leaves = leaves_of(2048, 1024, 4096, 1024, dtype)
     dy = torch.randn(2048, 1024, device="cuda").to(dtype)
     exact = forward_and_backward(reference, [leaf.detach().double().requires_grad_() for leaf in leaves], dy.double())
-    ours, plain = (forward_and_backward(block, leaves, dy) for block in (linear_gelu_linear, reference))
+    ours = forward_and_backward(linear_gelu_linear, leaves, dy, ways=ways)
+    plain = forward_and_backward(reference, leaves, dy)
     for name, one, other, wanted in zip(NAMES, ours, plain, exact, strict=True):
         errors = [float((found.double() - wanted).square().mean().sqrt()) for found in (one, other)]
         assert errors[0] <= 1.1 * errors[1], f"{name}: {errors[0]:.2e}, PyTorch's {errors[1]:.2e}"
@@ -96,7 +104,9 @@ def test_extreme_values(dtype: torch.dtype) -> None:
     for form in ("none", "tanh"):
         hidden, slope = in_triton.forward(x, weight, None, form, True)
         assert slope is not None
-        assert hidden[:5, 0].tolist() == [float(x[0, 0]), 0, float(x[2, 0]), 0, 0]
+        for activation in (hidden, in_triton.gelu(x, form)):
+            assert activation[:5, 0].tolist() == [float(x[0, 0]), 0, float(x[2, 0]), 0, 0]
+            assert torch.isnan(activation[5, 0])
         assert slope[:5, 0].tolist() == [1, 0, 1, 0, 0.5]
         assert torch.isnan(hidden[5]).all()
         assert torch.isnan(slope[5]).all()
@@ -125,28 +135,29 @@ def test_empty_batches_strides_and_more_dimensions() -> None:
 def test_a_weight_used_twice_gets_both_gradients() -> None:
     leaves = leaves_of(512, 256, 1024, 256, torch.bfloat16)
 
-    def twice(x: Tensor, *parameters: Tensor, block: Any = linear_gelu_linear) -> Tensor:
-        return block(block(x, *parameters), *parameters)  # type: ignore[no-any-return]
+    def twice(x: Tensor, *parameters: Tensor, of: Any = linear_gelu_linear) -> Tensor:
+        return of(of(x, *parameters), *parameters)  # type: ignore[no-any-return]
 
     dy = torch.randn(512, 256, device="cuda").bfloat16()
     found = forward_and_backward(twice, leaves, dy)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    for one, other in zip(found, forward_and_backward(twice, exact, dy.double(), block=reference), strict=True):
+    for one, other in zip(found, forward_and_backward(twice, exact, dy.double(), of=reference), strict=True):
         assert float((one.double() - other).abs().max()) <= 2e-2 * float(other.abs().max())
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_in_a_cuda_graph_without_waiting(dtype: torch.dtype) -> None:
+def test_in_a_cuda_graph_without_waiting(dtype: torch.dtype, ways: Ways) -> None:
     leaves = leaves_of(2048, 512, 2048, 512, dtype)
     dy = torch.randn(2048, 512, device="cuda").to(dtype)
     kept: list[list[Tensor]] = []
-    forward_and_backward(linear_gelu_linear, leaves, dy)
+    forward_and_backward(linear_gelu_linear, leaves, dy, ways=ways)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        forward_and_backward(linear_gelu_linear, leaves, dy)
+        forward_and_backward(linear_gelu_linear, leaves, dy, ways=ways)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    replay = captured(lambda: kept.append(forward_and_backward(linear_gelu_linear, leaves, dy)))
+    replay = captured(lambda: kept.append(forward_and_backward(linear_gelu_linear, leaves, dy, ways=ways)))
     for _ in range(2):
         with torch.no_grad():
             leaves[0].normal_()
@@ -207,6 +218,10 @@ def test_put_into_a_model_and_undone() -> None:
     "changes",
     [
         {},
+        {"group": 0},
+        {"group": 0, "parts": 4, "programs": 0},
+        {"group": 0, "parts": 4, "programs": 1, "rows": 256, "warps": 8, "stages": 4},
+        {"parts": 4, "flatten": True, "programs": 1, "rows": 256, "warps": 8},
         {"programs": 0},
         {"programs": 1, "columns": 256, "warps": 8},
         {"programs": 1, "rows": 64, "depth": 128, "stages": 2},
@@ -219,18 +234,21 @@ def test_put_into_a_model_and_undone() -> None:
 )
 def test_every_tiling_gives_the_same(dtype: torch.dtype, changes: dict[str, int]) -> None:
     from fasttrain.callbacks.gemm_gelu import in_triton
+    from fasttrain.callbacks.gemm_gelu.tiling import Tiling
 
     x, weight, bias, weight_2, _ = (leaf.detach() for leaf in leaves_of(5000, 264, 1032, 136, dtype))
     dy = torch.randn(5000, 136, device="cuda").to(dtype)
-    tiling = in_triton.Tiling(**changes)
+    tiling = Tiling(**changes)  # type: ignore[arg-type]
     hidden, slope = in_triton.forward(x, weight, bias, "none", True, tiling)
     before = nn.functional.linear(x.double(), weight.double(), bias.double()).requires_grad_()
     activation = nn.functional.gelu(before)
     (wanted_slope,) = torch.autograd.grad(activation.sum(), before)
     assert slope is not None
-    result, sums = in_triton.backward(dy, weight_2, slope, True, tiling)
     exact = (dy.double() @ weight_2.double()) * wanted_slope
-    assert sums is not None
-    pairs = ((hidden, activation), (slope, wanted_slope), (result, exact), (sums, exact.sum(dim=0)))
+    pairs = [(hidden, activation), (slope, wanted_slope)]
+    for kept, form in ((slope, None), (before.detach().to(dtype), "none")):
+        result, sums = in_triton.backward(dy, weight_2, kept, form, torch.float32, tiling)
+        assert sums is not None
+        pairs += [(result, exact), (sums, exact.sum(dim=0))]
     for found, wanted in pairs:
         assert float((found - wanted).abs().max()) <= TOLERANCE[dtype] * float(wanted.abs().max())
