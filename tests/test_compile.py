@@ -360,10 +360,10 @@ def test_by_inductor_cold_and_warm(tmp_path: Path) -> None:
 
 def test_the_compiled_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FASTTRAIN_CACHE", str(tmp_path))
-    assert compiled_folder() == tmp_path / "compiled"
-    assert compiled_folder("~/mine") == Path.home() / "mine"
+    assert compiled_folder(None, "bf16-mixed") == tmp_path / "compiled" / "bf16-mixed"
+    assert compiled_folder("~/mine", "32-true") == Path.home() / "mine" / "32-true"
     monkeypatch.delenv("FASTTRAIN_CACHE")
-    assert compiled_folder() == Path.home() / ".cache" / "fasttrain" / "compiled"
+    assert compiled_folder(None, "32-true") == Path.home() / ".cache" / "fasttrain" / "compiled" / "32-true"
 
 
 def test_torch_looks_there_as_long_as_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,16 +12,22 @@ from fasttrain.errors import OptimizationError
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def compiled_folder(given: str | None = None) -> Path:
-    """Return the folder: `given`, or $FASTTRAIN_CACHE/compiled, or ~/.cache/fasttrain/compiled."""
-    return cache_folder() / "compiled" if given is None else Path(given).expanduser().absolute()
+def compiled_folder(given: str | None, precision: str) -> Path:
+    """Return the folder for a precision (Lightning's name): in `given`, else in $FASTTRAIN_CACHE/compiled or
+    ~/.cache/fasttrain/compiled.
+
+    Each precision has its own. Before pytorch/pytorch#181564 a cached graph's key says that autocast is on and not in
+    which dtype (torch 2.11 is without that change): a run in bf16 would be given a graph that computes in fp16.
+    """
+    folder = cache_folder() / "compiled" if given is None else Path(given).expanduser().absolute()
+    return folder / precision
 
 
 @contextmanager
 def kept_in(folder: Path) -> Iterator[None]:
     """Have torch keep what it compiles, and look for what it has compiled, in a folder; as before afterwards.
 
-    Torch's keys hold its version, the code, the shapes and the device, so one folder serves them all, and several
+    Torch's keys hold its version, the code, the shapes and the device, so one folder serves all of these, and several
     processes at the same time.
 
     Raises:

@@ -1,6 +1,7 @@
 """`RegionalCompile`: compiles a Lightning module's regions for its fits, and says what came of it."""
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +36,7 @@ class RegionalCompile(pl.Callback):
         self.changes: list[Change] = []
         self._compiled: list[CompiledRegions] = []
         self._cache = ExitStack()
+        self._folder: Path | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have the regions compiled when they are called, with the cache where it belongs."""
@@ -43,7 +45,8 @@ class RegionalCompile(pl.Callback):
         if on_gpu and "CUDAGraphStep" in others and (reason := why_not_in_graph(self.config.mode)):
             raise OptimizationError(f"compile: {reason}.")
         self._cache.close()
-        self._cache.enter_context(kept_in(compiled_folder(self.config.cache_dir)))
+        self._folder = compiled_folder(self.config.cache_dir, str(trainer.precision))
+        self._cache.enter_context(kept_in(self._folder))
         config = self.config
         compiled = CompiledRegions(
             pl_module, config.modules, mode=config.mode, dynamic=config.dynamic, fullgraph=config.fullgraph,
@@ -90,7 +93,7 @@ class RegionalCompile(pl.Callback):
 
     def _notes(self, tallies: list[Tally]) -> list[str]:
         counts = total(tallies).counts
-        notes = [f"cache in {compiled_folder(self.config.cache_dir)}"] if self.config.backend == "inductor" else []
+        notes = [f"cache in {self._folder}"] if self.config.backend == "inductor" else []
         if counts.failed:
             notes.append(f"{counts.failed} pieces of code stay in Python: torch's log says why")
         if counts.bypasses:

@@ -49,7 +49,7 @@ class CompileOptimization(Optimization[CompileConfig]):
         if context.example is None:
             return Refuses("there is no batch to measure with; set optimizations.compile.measure=false to trust")
         try:
-            with kept_in(compiled_folder(config.cache_dir)):
+            with kept_in(compiled_folder(config.cache_dir, context.precision)):
                 return self._compare(context, context.example(), regions)
         except OptimizationError as error:
             return Refuses(f"{_said(error)}; set optimizations.compile.measure=false to use it unmeasured")
