@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fasttrain.callbacks.async_scoring import AsyncCOCOScoring, AsyncScorer, AsyncScoringOptimization
 from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.bottleneck import BottleneckOptimization, FusedBottlenecks
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
@@ -20,9 +21,15 @@ from fasttrain.callbacks.layer_norm_dropout import (
 )
 from fasttrain.callbacks.optimizers import LAMB, LARS, FusedOptimizers, FusedOptimizersOptimization, parameter_groups
 from fasttrain.callbacks.precision import PrecisionOptimization, fastest_precision
+from fasttrain.callbacks.sequence_packing import (
+    SequencePackingDataModule,
+    SequencePackingOptimization,
+    packed_attention,
+)
 from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
+    "async_scoring": AsyncScoringOptimization,
     "bn_relu": BNReLUOptimization,
     "bottleneck": BottleneckOptimization,
     "channels_last": ChannelsLastOptimization,
@@ -36,12 +43,16 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "layer_norm_dropout": LayerNormDropoutOptimization,
     "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
+    "sequence_packing": SequencePackingOptimization,
 }
 
 __all__ = [
     "CATALOGUE",
     "LAMB",
     "LARS",
+    "AsyncCOCOScoring",
+    "AsyncScorer",
+    "AsyncScoringOptimization",
     "BNReLUOptimization",
     "BottleneckOptimization",
     "CUDAGraphStep",
@@ -72,8 +83,11 @@ __all__ = [
     "LayerNormDropoutOptimization",
     "PrecisionOptimization",
     "RegionalCompile",
+    "SequencePackingDataModule",
+    "SequencePackingOptimization",
     "dropout_add_layer_norm",
     "fastest_precision",
     "linear_gelu_linear",
+    "packed_attention",
     "parameter_groups",
 ]

@@ -93,6 +93,11 @@ class ProgressDisplay(pl.callbacks.ProgressBar):
         if self.lines and not trainer.sanity_checking:
             self.console.print(self._evaluation_line(trainer), highlight=False)
 
+    def print(self, *words: Any, **options: Any) -> None:
+        """Say a line that stays: Lightning's way for others to print beside the bar."""
+        if self.lines:
+            self.console.print(*words, highlight=False, markup=False)
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the bar down, complete."""
         if self._bar is not None:
@@ -153,7 +158,8 @@ class ProgressDisplay(pl.callbacks.ProgressBar):
                  clock_text(self.recorder.seconds)]  # fmt: skip
         if self.recorder.throughput:
             parts.append(f"{self.recorder.throughput:,.0f} samples/s")
-        if self.target is not None and self.target.scores:
+        # A score that arrives late belongs to another step, and is told when it arrives.
+        if self.target is not None and self.target.scores and self.target.scores[-1][0] == trainer.global_step:
             goal = self.target.target
             state = "reached" if self.target.reached_at else f"target {goal.value:g}"
             parts.append(f"{goal.metric} {self.target.scores[-1][1]:.4f} ({state})")

@@ -81,7 +81,7 @@ class ResumePoint(Checkpoint):
         if due and self._is_interrupted(trainer):
             self._save(trainer)
             self._stop(trainer)
-        elif last_step or self._is_time(trainer):
+        elif last_step or trainer.should_stop or self._is_time(trainer):
             self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

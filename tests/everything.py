@@ -3,11 +3,14 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import Bottleneck
 from torchvision.ops import FrozenBatchNorm2d, sigmoid_focal_loss
+
+from fasttrain.callbacks.sequence_packing import mean_loss
 
 
 class LossOfLevels(nn.Module):
@@ -45,6 +48,17 @@ class Module(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def validation_rows(self) -> list[Any]:
+        return [np.ones((1, 7))]
+
+    def ground_truth(self) -> dict[str, float]:
+        return {}
+
+    def score_function(self) -> str:
+        return "score_functions:mean"
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
@@ -55,9 +69,50 @@ class Data(pl.LightningDataModule):
         images = torch.randn(8, 3, 8, 8, generator=generator)
         return DataLoader(TensorDataset(images, torch.arange(8) % 4), batch_size=4, shuffle=True)
 
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.zeros(2, 3, 8, 8), torch.arange(2)))
+
 
 class NothingToDo(pl.LightningModule):
     """Has no parameter, and its step can't run."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise ValueError("not made for this")
+
+
+class Words(pl.LightningModule):
+    """Takes sequences, one or several a row; each token is on its own."""
+
+    fasttrain_packed_rows = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return mean_loss(self.net(batch["input_ids"]), batch["labels"], batch.get("totals", {}).get("labels"))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Texts(pl.LightningDataModule):
+    """Texts of one to eight tokens, padded."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        tokens = [torch.arange(1 + index % 8) for index in range(32)]
+        samples: Any = [{"input_ids": each, "labels": each} for each in tokens]
+
+        def padded(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+            fills = {"input_ids": 0, "labels": -100}
+            return {
+                name: nn.utils.rnn.pad_sequence([sample[name] for sample in batch], True, fill)
+                for name, fill in fills.items()
+            }
+
+        return DataLoader(samples, batch_size=4, collate_fn=padded)
+
+
+def made_for(room: str) -> tuple[pl.LightningModule, pl.LightningDataModule]:
+    """Return a module and data in which a room finds something to do."""
+    return (Words(), Texts()) if room == "sequence_packing" else (Module(), Data())

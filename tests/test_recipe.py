@@ -19,8 +19,10 @@ from fasttrain.errors import ConfigError
 from fasttrain.recipe import build, find_recipe, recipe_names, resolve
 
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
-# In `compile`'s regions other rooms' modules run as plain operators; dropout's numbers are the same for one mask only.
-FULL: dict[str, Any] = {name: {} for name in CATALOGUE if name != "compile"}
+# In `compile`'s regions other rooms' modules run as plain operators; the others are for users who know that they want
+# them. Dropout's numbers are the same for one mask only.
+BY_NAME_ONLY = {"compile", "async_scoring", "sequence_packing"}
+FULL: dict[str, Any] = {name: {} for name in CATALOGUE if name not in BY_NAME_ONLY}
 EXACT: dict[str, Any] = {
     name: {} for name in FULL if CATALOGUE[name].grade == "same numbers" and name != "layer_norm_dropout"
 }

@@ -4,13 +4,15 @@ import contextlib
 import io
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fasttrain.recipes.retinanet.detections import Detections
+if TYPE_CHECKING:  # a scoring process imports this module, and has no use for torch
+    from torch import Tensor
+
+    from fasttrain.recipes.retinanet.detections import Detections
 
 NAMES = (
     "map", "map_50", "map_75", "map_small", "map_medium", "map_large",
@@ -23,7 +25,7 @@ DETECTION_COLUMNS = 7  # image id, x, y, width, height, score, category id
 
 
 def detection_rows(
-    detections: Detections, image_ids: Tensor, original_sizes: Tensor, image_size: tuple[int, int]
+    detections: "Detections", image_ids: "Tensor", original_sizes: "Tensor", image_size: tuple[int, int]
 ) -> NDArray[np.float64]:
     """Return a batch's detections as COCO result rows, in pixels of the original images.
 

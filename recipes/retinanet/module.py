@@ -1,7 +1,8 @@
 """RetinaNet as a LightningModule: losses, optimizer and schedule, COCO scores, and pictures of what it finds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fasttrain.recipes.retinanet.metric import available_scorer, detection_rows, score_boxes
+from fasttrain.recipes.retinanet.metric import DETECTION_COLUMNS, available_scorer, detection_rows, score_boxes
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
 from fasttrain.recipes.retinanet.optimizer import OptimizerConfig, make_optimizer
 from fasttrain.recipes.retinanet.pictures import contact_sheet, draw_detections
@@ -65,16 +66,34 @@ class RetinaNetTraining(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Score all detections by COCO's rules, on the first rank, and log the numbers on every rank."""
-        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 7))
-        self._rows.clear()
+        rows = np.concatenate([np.zeros((0, DETECTION_COLUMNS)), *self.validation_rows()])
         if self.trainer.sanity_checking:
             return
         gathered = _gather(rows, self.trainer.world_size)
-        scores: list[Any] = [self._score(gathered)] if self.trainer.is_global_zero else [None]
+        scores: list[Any] = [None]
+        if self.trainer.is_global_zero:
+            scores = [self.score_function()(self.ground_truth(), gathered)]
         if self.trainer.world_size > 1:
             torch.distributed.broadcast_object_list(scores, src=0)
         # Tensors of the CPU: a float would be sent to the device for the logger to fetch it back.
         self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in scores[0].items()})
+
+    def validation_rows(self) -> list[NDArray[np.float64]]:
+        """Return this rank's detections since the last call, an array a batch (see `detection_rows`); forgets them."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def ground_truth(self) -> Mapping[str, Any]:
+        """Return the validation set's COCO dict."""
+        if self._ground_truth is None:
+            data = self.trainer.datamodule  # type: ignore[attr-defined]
+            self._ground_truth = data.ground_truth()
+        assert self._ground_truth is not None
+        return self._ground_truth
+
+    def score_function(self) -> Callable[[Any, NDArray[np.float64]], dict[str, float]]:
+        """Return what scores rows against the ground truth; another process can import it."""
+        return partial(score_boxes, scorer=available_scorer())
 
     def configure_optimizers(self) -> Any:
         """Return Adam or AdamW over the trainable parameters, and the schedule by step."""
@@ -105,13 +124,6 @@ class RetinaNetTraining(pl.LightningModule):
             )
             pictures[-1].save(folder / f"detections-{index:02}.png")
         contact_sheet(pictures).save(folder / "contact-sheet.png")
-
-    def _score(self, rows: NDArray[np.float64]) -> dict[str, float]:
-        if self._ground_truth is None:
-            data = self.trainer.datamodule  # type: ignore[attr-defined]
-            self._ground_truth = data.ground_truth()
-        assert self._ground_truth is not None
-        return score_boxes(self._ground_truth, rows, available_scorer())
 
 
 def _gather(rows: NDArray[np.float64], world_size: int) -> NDArray[np.float64]:

@@ -1,0 +1,332 @@
+"""`AsyncCOCOScoring`: hands a module's detections to a scoring process, and the scores back to whom they concern."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
+
+from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
+from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag
+from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
+from fasttrain.callbacks.async_scoring.late_target import LateTarget
+from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
+from fasttrain.callbacks.async_scoring.scorer import AsyncScorer
+from fasttrain.errors import OptimizationError
+from fasttrain.optimization import Change, Table
+from fasttrain.randomness import random_state, set_random_state
+from fasttrain.target import StopAtTarget
+from fasttrain.trainer import logging_step, validation_is_due
+
+COLUMNS = ("step", "epoch", "evaluated (s)", "score arrived (s)", "scoring (s)", "faults")
+
+
+@dataclass
+class _Evaluation:
+    """What is kept of an evaluation: where its scores belong, and when things happened, in seconds of the run."""
+
+    tag: Tag
+    logging_step: int
+    evaluated_seconds: float
+    arrived_seconds: float = float("nan")
+    scoring_seconds: float = float("nan")
+    faults: int = 0
+
+
+class AsyncCOCOScoring(pl.Callback):
+    """Scores evaluations while training goes on: `Trainer(callbacks=[AsyncCOCOScoring()])`.
+
+    In a fit it takes the place of the module's `on_validation_epoch_end`. The scores are logged under the step that was
+    evaluated, `StopAtTarget` counts from there, and a `ModelCheckpoint` that monitors one of them keeps the weights of
+    then. At the end of the fit what is still being scored is waited for. Training's random state is what it is
+    without evaluation.
+
+    Args:
+        parameters: those of `AsyncScoringConfig`.
+
+    Raises:
+        OptimizationError: at `setup`, when the module doesn't offer what `KeepsRows` asks for, or the run has several
+            processes; at the end of a fit, when an evaluation could not be scored and `on_failure` is "error".
+    """
+
+    def __init__(self, **parameters: Any) -> None:
+        self.config = AsyncScoringConfig(**parameters)
+        self.changes: list[Change] = []
+        self.stalled_seconds = 0.0
+        """Of training's thread, spent on handing over, waiting for room and taking scores."""
+        self.scores: list[tuple[Tag, dict[str, float]]] = []
+        """Those that have arrived, in order."""
+        self._evaluations: list[_Evaluation] = []
+        self._lost: list[NotScored] = []
+        self._scorer: AsyncScorer | None = None
+        self._watchers: list[LateTarget | LateCheckpoint] = []
+        self._module: pl.LightningModule | None = None
+        self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
+        self._random_state: dict[str, Any] | None = None
+        self._unfinished: list[dict[str, Any]] = []  # of the run that is resumed
+        self._begun, self._seconds_before = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds since the fit began, those before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._begun
+
+    # ---- begin and end of a fit --------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Look whether there is anything to score elsewhere."""
+        if stage != "fit":
+            return
+        if not isinstance(pl_module, KeepsRows):
+            raise OptimizationError(f"async_scoring: {why_not(pl_module)}; leave it out.")
+        if trainer.world_size > 1:
+            raise OptimizationError(
+                f"async_scoring: this run has {trainer.world_size} processes, and detections are gathered from one "
+                "only; leave it out, or train in one process."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the scoring process, and take the module's place in scoring."""
+        if not trainer.enable_validation:
+            return
+        assert isinstance(pl_module, KeepsRows)
+        self._begun = time.perf_counter()
+        config = self.config
+        self._scorer = AsyncScorer(
+            pl_module.score_function(),
+            pl_module.ground_truth(),
+            most_in_flight=config.most_in_flight,
+            timeout_seconds=config.timeout_seconds,
+            niceness=config.niceness,
+            threads=config.threads,
+            tell=rank_zero_warn,
+        )
+        for name in {name for _, scores in self.scores for name in scores}:  # an earlier fit's
+            trainer.callback_metrics.pop(name, None)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StopAtTarget):
+                self._watchers.append(LateTarget(callback, lambda: self._ending is not None))
+            elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
+                self._watchers.append(LateCheckpoint(callback, lambda: self._ending))
+        self._take_over(trainer, pl_module)
+        self._go_on_with_unfinished(trainer)
+        self.changes = [Change("on_validation_epoch_end", "scored in a process of its own, while training goes on")]
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Wait for the scores that are still to come.
+
+        Raises:
+            OptimizationError: one never came, and `on_failure` is "error".
+        """
+        if self._scorer is None:
+            return
+        for outcome in self._scorer.drain(partial(_say_progress, trainer)):
+            self._take(trainer, outcome)
+        if self.scores:
+            late = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.scores[-1][1].items()}
+            trainer.callback_metrics.update(late)
+        self._close()
+        if self._lost and self.config.on_failure == "error":
+            raise OptimizationError(_lost_text(self._lost))
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the process, if it is still there."""
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """The same; Lightning calls nothing else then."""
+        self._close()
+
+    # ---- during the fit ----------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take scores that have arrived; before an evaluation, remember the random state."""
+        if self._scorer is None:
+            return
+        if batch_idx % self.config.poll_every_n_batches == 0:
+            self._poll(trainer)
+        # Lightning makes the evaluation's loader, which draws a seed, before any hook of the evaluation.
+        if validation_is_due(trainer):
+            self._random_state = random_state()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put the random state back, and refuse those who can't wait for a score."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+        if self._ending is None:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.monitor not in trainer.callback_metrics:
+                raise OptimizationError(
+                    f"async_scoring: EarlyStopping monitors '{callback.monitor}', which is not logged before its "
+                    "evaluation ends; stop at a target instead (fasttrain.target.StopAtTarget), or leave one out."
+                )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The evaluation before is over for everybody."""
+        self._ending = None
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The same, where one evaluation follows another."""
+        self._ending = None
+
+    # ---- what a checkpoint holds ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was scored, and the rows that are not scored yet; the latter not for a best checkpoint."""
+        saving_best = any(isinstance(watcher, LateCheckpoint) and watcher.saving for watcher in self._watchers)
+        kept = self._scorer.unfinished() if self._scorer is not None and not saving_best else []
+        unfinished = [
+            {
+                "evaluation": _plain(next(e for e in self._evaluations if e.tag == tag)),
+                "rows": torch.from_numpy(rows),
+                "moments": [w.moment_of(tag) for w in self._watchers if isinstance(w, LateTarget)],
+            }
+            for tag, rows in kept
+        ]
+        waiting = {tag for tag, _ in kept}
+        return {
+            "seconds": self.seconds,
+            "evaluations": [_plain(e) for e in self._evaluations if e.tag not in waiting],
+            "unfinished": unfinished,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there; rows are scored once training begins."""
+        self._seconds_before = float(state_dict["seconds"])
+        self._evaluations = [_evaluation(values) for values in state_dict["evaluations"]]
+        self._unfinished = list(state_dict["unfinished"])
+
+    def table(self) -> Table:
+        """Return what was evaluated when, and when its score arrived."""
+        rows = [
+            (e.tag.step, e.tag.epoch, *(round(s, 3) for s in (e.evaluated_seconds, e.arrived_seconds,
+             e.scoring_seconds)), e.faults)
+            for e in self._evaluations
+        ]  # fmt: skip
+        note = f"training stood still for {self.stalled_seconds:.3f} s in all"
+        if self._lost:
+            note += f"; {len(self._lost)} of {len(rows)} evaluations could not be scored"
+        return Table("evaluations and their scores", COLUMNS, rows, note)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _take_over(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        def on_validation_epoch_end() -> None:
+            rows = pl_module.validation_rows()
+            if not trainer.sanity_checking:
+                self._hand_over(trainer, rows)
+
+        self._module = pl_module
+        pl_module.on_validation_epoch_end = on_validation_epoch_end
+
+    def _hand_over(self, trainer: pl.Trainer, rows: Sequence[NDArray[Any]]) -> None:
+        assert self._scorer is not None
+        begun = time.perf_counter()
+        tag = Tag(trainer.global_step, trainer.current_epoch, len(self._evaluations))
+        self._evaluations.append(_Evaluation(tag, logging_step(trainer), self.seconds))
+        for watcher in self._watchers:
+            watcher.expect(trainer, tag)
+        self._ending = tag
+        self._scorer.submit(rows, tag)
+        self.stalled_seconds += time.perf_counter() - begun
+
+    def _go_on_with_unfinished(self, trainer: pl.Trainer) -> None:
+        assert self._scorer is not None
+        for kept in self._unfinished:
+            evaluation = _evaluation(kept["evaluation"])
+            self._evaluations.append(evaluation)
+            for watcher in self._watchers:
+                if isinstance(watcher, LateCheckpoint):
+                    watcher.expect_from_before(evaluation.tag)
+            targets = [watcher for watcher in self._watchers if isinstance(watcher, LateTarget)]
+            for target, moment in zip(targets, kept["moments"], strict=False):
+                target.expect(trainer, evaluation.tag, moment)
+            self._scorer.submit(np.ascontiguousarray(kept["rows"].numpy()), evaluation.tag)
+        self._unfinished = []
+
+    def _poll(self, trainer: pl.Trainer) -> None:
+        assert self._scorer is not None
+        begun = time.perf_counter()
+        for outcome in self._scorer.poll():
+            self._take(trainer, outcome)
+        self.stalled_seconds += time.perf_counter() - begun
+
+    def _take(self, trainer: pl.Trainer, outcome: Outcome) -> None:
+        evaluation = next(e for e in self._evaluations if e.tag == outcome.tag)
+        evaluation.scoring_seconds, evaluation.faults = outcome.seconds, len(outcome.faults)
+        if isinstance(outcome, NotScored):
+            self._lost.append(outcome)
+            for watcher in self._watchers:
+                watcher.forget(outcome.tag)
+            return
+        evaluation.arrived_seconds = self.seconds
+        self._log(trainer, evaluation, outcome)
+        self.scores.append((outcome.tag, outcome.scores))
+        name, value = next(iter(outcome.scores.items()))
+        late = evaluation.arrived_seconds - evaluation.evaluated_seconds
+        _say(trainer, f"{outcome.tag}: {name} {value:.4f}, known {late:.1f} s later")
+        for watcher in self._watchers:
+            watcher.judge(trainer, outcome.tag, outcome.scores)
+
+    def _log(self, trainer: pl.Trainer, evaluation: _Evaluation, outcome: Scored) -> None:
+        times = {"evaluated_seconds": evaluation.evaluated_seconds, "score_arrived_seconds": evaluation.arrived_seconds}
+        metrics = {**outcome.scores, **times, "epoch": evaluation.tag.epoch}
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(metrics), evaluation.logging_step)
+            logger.save()
+
+    def _close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+            self._scorer = None
+        for watcher in self._watchers:
+            watcher.release()
+        self._watchers.clear()
+        if self._module is not None:
+            del self._module.on_validation_epoch_end
+            self._module = None
+        self._ending = self._random_state = None
+
+
+def _say_progress(trainer: pl.Trainer, done: int, total: int, seconds: float) -> None:
+    if total:
+        _say(trainer, f"scoring: {done} of {total} evaluations done after {seconds:.0f} s")
+
+
+def _say(trainer: pl.Trainer, text: str) -> None:
+    """Print a line, through the progress bar if that has a way to print without breaking itself."""
+    bar = trainer.progress_bar_callback
+    if bar is not None and type(bar).print is not ProgressBar.print:
+        bar.print(text)
+    else:
+        rank_zero_info(text)
+
+
+def _lost_text(lost: Sequence[NotScored]) -> str:
+    first = lost[0]
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return (
+        f"async_scoring: {first.tag} could not be scored{more}: {first.faults[-1]}, at the second attempt too. "
+        "Training has ended and its checkpoints are kept; on_failure=continue makes this a warning."
+    )
+
+
+def _plain(evaluation: _Evaluation) -> dict[str, Any]:
+    return asdict(evaluation)
+
+
+def _evaluation(values: dict[str, Any]) -> _Evaluation:
+    return _Evaluation(**{**values, "tag": Tag(**values["tag"])})

@@ -1,0 +1,151 @@
+"""COCO's numbers from the scoring process: those of the judge, in the RetinaNet recipe too; and the bench, small."""
+
+import io
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from rich.console import Console
+from test_async_scoring import logged
+
+from fasttrain.callbacks.async_scoring import AsyncScorer, AsyncScoringOptimization, Scored, Tag
+from fasttrain.callbacks.async_scoring.bench import beside_training
+from fasttrain.callbacks.async_scoring.bench_set import generate
+from fasttrain.callbacks.async_scoring.reference import TOLERANCE, reference
+from fasttrain.fit import fit as run
+from fasttrain.recipe import find_recipe, resolve
+from fasttrain.recipes.retinanet.coco import read_annotations
+from fasttrain.recipes.retinanet.metric import score_boxes
+from fasttrain.validate import validate
+
+# ---- COCO's numbers --------------------------------------------------------------------------------------------------
+
+
+def coco_case(seed: int) -> tuple[dict[str, Any], NDArray[np.float64]]:
+    """Return a set and detections with ties, empty images, crowds, areas at COCO's limits, more than 100 detections of
+    an image, and detections of a category that the set doesn't have."""
+    rng = np.random.default_rng(seed)
+    images, annotations, rows = range(5), [], []
+    for image in images:
+        for _ in range(rng.integers(0, 5) if image != 1 else 0):
+            side = rng.choice([32, 96, 31, 97, 20])
+            x, y = rng.integers(0, 60, 2)
+            annotations.append(
+                {"id": len(annotations) + 1, "image_id": image, "category_id": int(rng.integers(3)),
+                 "bbox": [float(x), float(y), float(side), float(side)], "area": float(side) ** 2,
+                 "iscrowd": int(rng.random() < 0.2)}
+            )  # fmt: skip
+    for annotation in annotations:
+        count = 120 if annotation["id"] == 1 else rng.integers(0, 4)
+        for _ in range(count):
+            box = np.array(annotation["bbox"]) + rng.integers(-3, 4, 4)
+            rows.append([annotation["image_id"], *box, round(float(rng.random()), 1), rng.integers(4)])
+    rows += [[image, 1, 1, 32, 32, 0.5, 3] for image in images]  # category 3 is unknown
+    truth = {
+        "info": {},
+        "images": [{"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in images],
+        "annotations": annotations,
+        "categories": [{"id": i, "name": str(i)} for i in range(3)],
+    }
+    return truth, np.array(rows, dtype=np.float64)
+
+
+def test_coco_numbers_equal_those_of_the_judge() -> None:
+    cases: list[tuple[dict[str, Any], NDArray[np.float64]]] = []
+
+    @given(st.integers(0, 10**6))
+    @settings(max_examples=10, deadline=None, database=None)
+    def draw(seed: int) -> None:
+        cases.append(coco_case(seed))
+
+    draw()
+    truths = [truth for truth, _ in cases]  # together, so that one process serves them all
+    with AsyncScorer("score_functions:coco_of_set", {"truths": truths}, tell=pytest.fail, most_in_flight=99) as scoring:
+        for number, (_, rows) in enumerate(cases):
+            scoring.submit([np.full((1, 7), float(number)), rows[:9], rows[9:]], Tag(number, 0))
+        outcomes = scoring.drain()
+    for (truth, rows), outcome in zip(cases, outcomes, strict=True):
+        assert isinstance(outcome, Scored)
+        assert outcome.scores == reference(partial(score_boxes, scorer="pycocotools"), truth, [rows])
+    assert TOLERANCE == 0
+
+
+def test_real_sets_have_their_published_numbers_and_the_judges(golden: Path, txl_pbc: Path) -> None:
+    folder = golden / "coco_eval"
+    published = json.loads((folder / "expected.json").read_text())["full_precision"]["bbox"]
+    results = json.loads((folder / "instances_val2014_fakebbox100_results.json").read_text())
+    found = np.array([[r["image_id"], *r["bbox"], r["score"], r["category_id"]] for r in results])
+    coco = json.loads((folder / "instances_val2014_100.json").read_text())
+    cells = read_annotations(txl_pbc / "instances_val.json", txl_pbc).to_coco()
+    rng = np.random.default_rng(0)
+    made_up = np.array(
+        [
+            [a["image_id"], *(np.array(a["bbox"]) + rng.normal(0, 3, 4)), rng.random(), a["category_id"]]
+            for a in cells["annotations"]
+        ]
+    )
+    made_up[:, 3:5] = np.abs(made_up[:, 3:5])
+    with AsyncScorer("score_functions:coco_of_set", {"truths": [coco, cells]}, tell=pytest.fail) as scoring:
+        scoring.submit([np.full((1, 7), 0.0), found], Tag(0, 0))
+        scoring.submit([np.full((1, 7), 1.0), made_up], Tag(1, 0))
+        first, second = scoring.drain()
+    assert isinstance(first, Scored)
+    assert isinstance(second, Scored)
+    assert list(first.scores.values()) == published
+    assert second.scores == reference(partial(score_boxes, scorer="pycocotools"), cells, [made_up])
+    assert 0.1 < second.scores["map"] < 1
+
+
+# ---- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def test_retinanet_is_scored_beside_training(tmp_path: Path) -> None:
+    data = ["data.generated.train_images=16", "data.generated.val_images=4", "data.batch_size=8", "loggers=[]"]
+    tiny = [*data, "trainer.max_epochs=2", "optimizations=none", "optimizations.async_scoring={}"]
+    catalogue = {"async_scoring": AsyncScoringOptimization}
+    console = Console(file=io.StringIO())
+    outcome = run(resolve(find_recipe("retinanet"), tiny), catalogue, run_dir=tmp_path / "run", console=console)
+    assert outcome.result["status"] == "finished"
+    rows = logged(outcome.folder, "map", "mar_100")
+    assert [row[:3] for row in rows] == [(1, 0, "map"), (1, 0, "mar_100"), (3, 1, "map"), (3, 1, "mar_100")]
+    assert outcome.result["quality"]["value"] == rows[2][3]
+    assert {path.name for path in (outcome.folder / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+    (told,) = json.loads((outcome.folder / "optimizations.json").read_text())["optimizations"]
+    assert [row[:2] for row in told["tables"][0]["rows"]] == [[2, 0], [4, 1]]
+    blocking = validate(outcome.folder / "checkpoints" / "last.ckpt", [], catalogue, quiet=True)
+    assert (blocking["map"], blocking["mar_100"]) == (rows[2][3], rows[3][3])
+
+
+# ---- the bench -------------------------------------------------------------------------------------------------------
+
+
+def test_the_generated_set() -> None:
+    truth, parts = generate(images=70, detections=5, classes=3)
+    assert [len(part) for part in parts] == [160, 160, 30]
+    rows = np.concatenate(parts)
+    assert rows[:, 0].tolist() == np.repeat(np.arange(70), 5).tolist()
+    assert (rows[:, 3:5] > 0).all()
+    assert set(rows[:, 6]) == {0, 1, 2}
+    assert len(truth["annotations"]) == 560
+    assert 0.01 < score_boxes(truth, rows)["map_50"] < 1
+    again, _ = generate(images=70, detections=5, classes=3)
+    assert again == truth
+
+
+def test_the_bench() -> None:
+    scorer = "faster_coco_eval"
+    pytest.importorskip(scorer)
+    rows = {row.metric: row for row in beside_training(scorer, "small", images=40, detections=20, baseline_seconds=0.2)}
+    assert set(rows) == {
+        "seconds", "seconds_until_it_arrived", "stall_fraction", "speed_while_scoring", "max_difference"
+    }  # fmt: skip
+    assert {(row.subject, row.case, row.variant) for row in rows.values()} == {("async_scoring", "small", scorer)}
+    assert rows["max_difference"].value == 0
+    assert 0 < rows["seconds"].value < rows["seconds_until_it_arrived"].value
+    assert rows["speed_while_scoring"].value > 0
