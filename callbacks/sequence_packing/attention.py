@@ -1,0 +1,150 @@
+"""Attention within the sequences of packed rows, by variable-length kernels on a GPU and a dense mask elsewhere."""
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from fasttrain.errors import MissingDependencyError
+
+# torch has it from 2.10 on; read here, since torch.compile can't look at signatures.
+varlen: Any = import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters) if varlen else frozenset()
+Backend = Literal["auto", "dense", "varlen", "flash_attn"]
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_length: int,
+    *,
+    dropout: float = 0.0,
+    causal: bool = False,
+    scale: float | None = None,
+    rows: int = 1,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return softmax(Q K^T * scale) V within each sequence, (tokens, heads, head size).
+
+    Args:
+        query, key, value: (tokens, heads, head size), one sequence behind another, as a batch of rows flattened.
+        cu_seqlens: (sequences + 1,) int32: where each begins, and the end, which is the number of tokens. Sequences
+            without tokens may be anywhere, so its length can be the same for every batch.
+        max_length: tokens of the longest sequence, or more; a number of the host's.
+        dropout: probability with which an attention weight is left out.
+        scale: None is 1 / sqrt(head size).
+        rows: number of rows of equal length that no sequence goes beyond, as those of `collate_rows`: the dense mask is
+            made row by row. Other backends have no use for it.
+        backend: `auto` is a variable-length kernel for float16 and bfloat16 on an NVIDIA GPU: torch's, or flash-attn's
+            where torch has none; else `dense`, which any device and dtype can do, at the cost of a weight for each pair
+            of tokens in a row.
+
+    Nothing waits for the GPU, so a step with it can be captured as a graph.
+
+    Raises:
+        MissingDependencyError: flash-attn is asked for and is not installed.
+    """
+    if backend == "auto":
+        backend = _backend_for(query)
+    if backend == "dense":
+        return _dense(query, key, value, cu_seqlens, dropout, causal, scale, rows)
+    if backend == "flash_attn":
+        return _flash_attn(query, key, value, cu_seqlens, max_length, dropout, causal, scale)
+    if dropout or not VARLEN_OPTIONS:
+        return _operator(query, key, value, cu_seqlens, max_length, dropout, causal, scale)
+    return _varlen(query, key, value, cu_seqlens, max_length, causal, scale)
+
+
+def block_diagonal(cu_seqlens: Tensor, tokens: int, *, causal: bool = False) -> Tensor:
+    """Return which token may look at which, (tokens, tokens) bool: those of its own sequence, itself among them.
+
+    Args:
+        cu_seqlens: (sequences + 1,) offsets; tokens behind the last of them are one more sequence.
+        causal: only those before it, too.
+    """
+    return mask_of_rows(_sequence_of(cu_seqlens, tokens)[None], causal=causal)[0, 0]
+
+
+def mask_of_rows(sequence_ids: Tensor, *, causal: bool = False) -> Tensor:
+    """Return the same row by row, (rows, 1, max_length, max_length) bool, for models whose attention takes a mask.
+
+    Args:
+        sequence_ids: (rows, max_length), 0 for padding, which looks at padding alone.
+    """
+    mask = sequence_ids[:, :, None] == sequence_ids[:, None]
+    if causal:
+        place = torch.arange(sequence_ids.shape[1], device=sequence_ids.device)
+        mask = mask & (place[:, None] >= place)
+    return mask[:, None]
+
+
+def _sequence_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Return which of the sequences each token is in."""
+    place = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens.contiguous(), place, right=True)
+
+
+def _backend_for(query: Tensor) -> Backend:
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return "dense"
+    if torch.version.hip is None:
+        return "varlen"
+    return "flash_attn" if find_spec("flash_attn") is not None else "dense"
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, causal: bool, scale: float | None, rows: int
+) -> Tensor:
+    mask = mask_of_rows(_sequence_of(cu, len(query)).view(rows, -1), causal=causal)
+    q, k, v = (part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (query, key, value))
+    found = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return found.transpose(1, 2).flatten(0, 1)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, most: int, causal: bool, scale: float | None
+) -> Tensor:
+    # Its options differ between versions of torch.
+    options: dict[str, Any] = {}
+    if "scale" in VARLEN_OPTIONS:
+        options["scale"] = scale
+    elif scale is not None:
+        query = query * (scale * query.shape[-1] ** 0.5)
+    if causal and "is_causal" in VARLEN_OPTIONS:
+        options["is_causal"] = True
+    elif causal:
+        options["window_size"] = (-1, 0)
+    found: Tensor = varlen.varlen_attn(query, key, value, cu, cu, most, most, **options)
+    return found
+
+
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, most: int, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    # torch's public variable-length attention has no dropout; the operator below it has, with its derivative.
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, cu, cu, most, most, dropout, causal, False, scale=scale
+    )
+    output: Tensor = found[0]
+    return output
+
+
+def _flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, most: int, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    if find_spec("flash_attn") is None:
+        raise MissingDependencyError(
+            "packed_attention(backend='flash_attn') needs the package flash-attn; `pip install flash-attn`, or leave "
+            "the choice to backend='auto', which takes torch's own kernel."
+        )
+    attend: Any = import_module("flash_attn").flash_attn_varlen_func
+    output: Tensor = attend(
+        query, key, value, cu, cu, most, most, dropout_p=dropout, softmax_scale=scale, causal=causal
+    )
+    return output
