@@ -50,7 +50,14 @@ def choose_cases(cases: Iterable[Case], wanted: Iterable[str]) -> list[Case]:
     return chosen
 
 
-def run_cases(cases: Iterable[Case], on_gpu: bool) -> Iterator[tuple[Case, list[Row] | None]]:
-    """Run the cases one after another; None instead of rows for one that needs a GPU where there is none."""
+def run_cases(cases: Iterable[Case], on_gpu: bool) -> Iterator[tuple[Case, Row | None]]:
+    """Run the cases one after another, and yield each row when it is measured.
+
+    None instead of rows for a case that needs a GPU where there is none.
+    """
     for case in cases:
-        yield case, None if case.needs_gpu and not on_gpu else list(case.run())
+        if case.needs_gpu and not on_gpu:
+            yield case, None
+            continue
+        for row in case.run():
+            yield case, row

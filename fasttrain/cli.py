@@ -210,7 +210,7 @@ def bench(
     from fasttrain.measure import write_rows
     from fasttrain.recipe import recipe_names
 
-    console = Console()
+    console = _wide_console()
     packages = [f"fasttrain.callbacks.{name}" for name in CATALOGUE]
     packages += [f"fasttrain.recipes.{name}" for name in recipe_names()]
     cases = choose_cases(find_cases(packages), names or [])
@@ -220,18 +220,17 @@ def bench(
         return
     if out is not None:
         write_rows(out, [])  # a file that can't be written is better known before the measurements
-    for case, rows in run_cases(cases, torch.cuda.is_available()):
-        if rows is None:
+    for case, row in run_cases(cases, torch.cuda.is_available()):
+        if row is None:
             console.print(f"{case.subject}/{case.name}: skipped, it needs a GPU", style="yellow", highlight=False)
             continue
-        for row in rows:
-            console.print(
-                f"{row.subject}/{row.case}  {row.variant:<10} {row.metric} {row.value:.4g} {row.unit} "
-                f"(p10 {row.p10:.4g}, p90 {row.p90:.4g}, {row.repeats} repeats) {row.note}",
-                highlight=False,
-            )
+        console.print(
+            f"{row.subject}/{row.case}  {row.variant:<10} {row.metric} {row.value:.4g} {row.unit} "
+            f"(p10 {row.p10:.4g}, p90 {row.p90:.4g}, {row.repeats} repeats) {row.note}",
+            highlight=False,
+        )
         if out is not None:
-            write_rows(out, rows)
+            write_rows(out, [row])  # at once: the next may take long, and not come to an end
 
 
 @app.callback(invoke_without_command=True)

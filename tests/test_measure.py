@@ -4,6 +4,7 @@ import csv
 import random
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,21 @@ def test_choosing_and_running_bench_cases() -> None:
     with pytest.raises(ConfigError, match=r"^there is no bench case 'room/smal'; did you mean 'room/small'\?$"):
         choose_cases(cases, ["room/smal"])
     ran = list(run_cases(cases, on_gpu=False))
-    assert [(case.name, None if rows is None else rows[0].case) for case, rows in ran] == [
+    assert [(case.name, None if row is None else row.case) for case, row in ran] == [
         ("small", "small"),
         ("large", None),
     ]
-    assert all(rows for _, rows in run_cases(cases, on_gpu=True))
+    assert all(row for _, row in run_cases(cases, on_gpu=True))
+
+
+def test_a_row_comes_when_it_is_measured() -> None:
+    measured = []
+
+    def run() -> Iterator[Row]:
+        for variant in ("plain", "ours"):
+            measured.append(variant)
+            yield make_row("room", "case", variant, "ms", "ms", [1.0])
+
+    for (_, row), count in zip(run_cases([Case("room", "case", "", run)], on_gpu=False), (1, 2), strict=True):
+        assert row is not None
+        assert measured == ["plain", "ours"][:count]
