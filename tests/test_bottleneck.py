@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchvision.models._utils import IntermediateLayerGetter
@@ -116,6 +116,23 @@ def assert_equals_reference(net: nn.Sequential, x: Tensor, tier: Any) -> None:
         assert one.dtype == x.dtype
         if x.numel():
             assert off(one, other) <= GRADIENT_TOLERANCE[x.dtype]
+
+
+def rounding_decides(net: nn.Sequential, x: Tensor) -> bool:
+    """Whether one element that passes a ReLU on one side alone would be seen in a norm, and one is near enough to 0.
+
+    Of n elements that pass, one is 1 / sqrt(n) of their gradient's norm.
+    """
+    exact, inputs = reference(net), []
+    for block in exact:
+        block.relu.register_forward_pre_hook(lambda module, given: inputs.append(given[0].detach().clone()))
+    exact(x.double())
+    near = torch.finfo(x.dtype).eps * 4
+    return any(
+        bool((value.abs() <= near * value.abs().max()).any()) and (value > 0).sum() < GRADIENT_TOLERANCE[x.dtype] ** -2
+        for value in inputs
+        if value.numel()
+    )
 
 
 # Back through 1x1 convolutions --------------------------------------------------------------------------------------
@@ -265,7 +282,9 @@ def test_stages_in_torch_equal_the_reference(
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
     net = stage(channels, 16, blocks, stride, channels != 64 or stride > 1, groups, dilation)
-    assert_equals_reference(net, feature_map((batch, channels, height, width), dtype, layout), "torch")
+    x = feature_map((batch, channels, height, width), dtype, layout)
+    assume(not rounding_decides(net, x))
+    assert_equals_reference(net, x, "torch")
 
 
 @pytest.mark.parametrize(
