@@ -3,16 +3,15 @@
 Only what holds in every call is found: the first child is called once, and its output goes into the second one alone.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import lightning.pytorch as pl
-from torch import fx, nn
+from torch import nn
 
-from fasttrain.randomness import random_state_kept
 from fasttrain.surgery import why_not_passed_by
+from fasttrain.tracing import ChildrenAreLeaves, nodes_of
 
 Wanted = Callable[[nn.Module], bool]
 
@@ -40,11 +39,7 @@ def is_relu(module: object) -> bool:
 
 
 def _traced(parent: nn.Module, firsts: set[str], thens: set[str]) -> Iterator[tuple[str, str]]:
-    try:
-        with random_state_kept():
-            nodes = list(_ChildrenAreLeaves().trace(_copied_for_tracing(parent)).nodes)
-    except Exception:  # a forward that depends on values can't be traced, and may raise anything on trying
-        return
+    nodes = nodes_of(parent, ChildrenAreLeaves()) or []
     calls = Counter(node.target for node in nodes if node.op == "call_module")
     for node in nodes:
         if node.op != "call_module" or node.target not in firsts or len(node.users) != 1:
@@ -52,16 +47,3 @@ def _traced(parent: nn.Module, firsts: set[str], thens: set[str]) -> Iterator[tu
         (user,) = node.users
         if user.op == "call_module" and user.target in thens and calls[node.target] == calls[user.target] == 1:
             yield str(node.target), str(user.target)
-
-
-def _copied_for_tracing(module: nn.Module) -> nn.Module:
-    """Return a module with the same children, to which a forward may assign as it likes."""
-    copied = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        vars(copied)[name] = dict(vars(module)[name])
-    return copied
-
-
-class _ChildrenAreLeaves(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True

@@ -296,7 +296,7 @@ def eval_norm(channels: int) -> nn.Module:
 @pytest.mark.parametrize("make", [frozen_norm, eval_norm])
 def test_folded_once_and_again_after_a_change(make: Any) -> None:
     norm, x = make(5), torch.randn(2, 5, 3, 3)
-    folded = Folded(norm)
+    folded = Folded(norm, "frozen_bn")
     torch.testing.assert_close(normalized(x, folded()), norm(x))
     first = folded()
     assert folded() is first, "kept"
@@ -310,7 +310,7 @@ def test_folded_once_and_again_after_a_change(make: Any) -> None:
 
 
 def test_folded_in_inference_mode_it_serves_training() -> None:
-    folded = Folded(frozen_norm(4))
+    folded = Folded(frozen_norm(4), "frozen_bn")
     with torch.inference_mode():
         folded()
     x = feature_map((1, 4, 2, 2)).requires_grad_()
@@ -552,7 +552,9 @@ def test_a_norm_that_begins_to_train_is_an_error() -> None:
     ):
         model.eval().requires_grad_(False)
         change()
-        with pytest.raises(OptimizationError, match=rf"^a BatchNorm2d of 3 channels .*{words}; keep it in eval"):
+        with pytest.raises(
+            OptimizationError, match=rf"^frozen_bn: a BatchNorm2d of 3 channels .*{words}; keep it in eval"
+        ):
             model(torch.randn(1, 3, 2, 2))
 
 

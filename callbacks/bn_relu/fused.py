@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from fasttrain.callbacks.bn_relu import in_torch
 from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError
+from fasttrain.twin import twin_of, with_twin
 
 Tier = Literal["auto", "triton", "torch"]
-# The name under which an output carries its second self.
-_TWIN = "_fasttrain_bn_relu_twin"
+ROOM = "bn_relu"
 
 
 def batch_norm_relu(x: Tensor, norm: nn.BatchNorm2d, tier: Tier = "auto") -> Tensor:
@@ -53,11 +53,7 @@ def twin(y: Tensor) -> Tensor:
 
     A tensor's two gradients are otherwise added by a pass over memory before the backward of the tensor begins.
     """
-    if torch.compiler.is_compiling():
-        return y
-    other, version = getattr(y, _TWIN, (y, None))
-    # Written to in place since, y has a history that its twin doesn't have.
-    return other if version == y._version else y
+    return twin_of(y, ROOM)
 
 
 def _fused(
@@ -79,9 +75,8 @@ def _fused(
     result = eager.BatchNormReLU.apply(x, z, *parameters, norm, z_norm, twice)
     if not twice:
         return result  # type: ignore[no-any-return]
-    y: Tensor = result[0]
-    setattr(y, _TWIN, (result[1], y._version))
-    return y
+    y, other = result
+    return with_twin(y, other, ROOM)
 
 
 def _takes_triton(tier: Tier, x: Tensor, norm: nn.BatchNorm2d, z: Tensor | None, z_norm: nn.BatchNorm2d | None) -> bool:

@@ -59,7 +59,6 @@ class TrainedBasicBlock(_FusedBlock, BasicBlock):  # type: ignore[misc]
 
 
 FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {Bottleneck: TrainedBottleneck, BasicBlock: TrainedBasicBlock}
-NORMS_OF_BLOCK: dict[type[nn.Module], tuple[str, ...]] = {Bottleneck: ("bn1", "bn2", "bn3"), BasicBlock: ("bn1", "bn2")}
 
 
 def fused_block(block: nn.Module) -> nn.Module:

@@ -6,15 +6,13 @@ have frozen normalizations too; those are left to frozen_bn.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
 
 from torch import nn
 
-from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm, is_plain_norm
-from fasttrain.followed_by import followed_by, is_relu
+from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, fused_block, fused_norm, is_plain_norm
+from fasttrain.callbacks.norm_sites import NormSites
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
-from fasttrain.surgery import joined, why_not_passed_by
+from fasttrain.surgery import why_not_passed_by
 
 
 class BNReLUPatches(ModulePatches):
@@ -24,7 +22,7 @@ class BNReLUPatches(ModulePatches):
 
     def sites(self, model: nn.Module) -> list[PatchSite]:
         """Return the places that are not fused yet."""
-        return [site for path, parent in model.named_modules() for site in _sites_in(path, parent)]
+        return _SITES.of(model)
 
     def why_no_site(self, model: nn.Module) -> str:
         """Count the model's normalizations by what they lack."""
@@ -58,26 +56,8 @@ def why_not_trained(module: nn.Module) -> str | None:
     return why_not_passed_by(module)
 
 
-def _sites_in(path: str, parent: nn.Module) -> Iterator[PatchSite]:
-    if type(parent) in FUSED_BLOCKS.values():
-        return
-    for name, child in parent._modules.items():
-        if child is not None and _is_block(child):
-            yield PatchSite(joined(path, name), child, partial(fused_block, child))
-    if not _is_block(parent):
-        for norm, relu in followed_by(parent, _is_site, is_relu):
-            first, second = parent._modules[norm], parent._modules[relu]
-            assert first is not None
-            assert second is not None
-            plain = nn.Sequential(first, second)
-            yield PatchSite(joined(path, norm), plain, partial(fused_norm, first), (joined(path, relu),))
-
-
 def _is_site(module: nn.Module) -> bool:
     return is_plain_norm(module) and module.training
 
 
-def _is_block(module: nn.Module) -> bool:
-    if type(module) not in FUSED_BLOCKS or "forward" in vars(module) or not is_relu(getattr(module, "relu", None)):
-        return False
-    return all(_is_site(getattr(module, name)) for name in NORMS_OF_BLOCK[type(module)])
+_SITES = NormSites(_is_site, fused_block, fused_norm, FUSED_BLOCKS.values())

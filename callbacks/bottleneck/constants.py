@@ -29,7 +29,7 @@ class Constants:
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm
-        self._folded = Folded(norm)
+        self._folded = Folded(norm, "bottleneck")
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor, int]] = {}
 
     def __call__(self, dtype: torch.dtype) -> Constant:

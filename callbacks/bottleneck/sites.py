@@ -10,7 +10,7 @@ from torchvision.models.resnet import Bottleneck
 from fasttrain.callbacks.bottleneck.stage import PATH, FusedStage
 from fasttrain.callbacks.folded_norm import why_not_frozen
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
 
 
 class BottleneckPatches(ModulePatches):
@@ -28,7 +28,7 @@ class BottleneckPatches(ModulePatches):
     def sites(self, model: nn.Module) -> list[PatchSite]:
         """Return the stages that are not fused yet. A model that is itself a stage has no path, and is no site."""
         return [
-            PatchSite(f"{path}.{name}".lstrip("."), child, partial(self._fused, child), calls_no_child=True)
+            PatchSite(joined(path, name), child, partial(self._fused, child), calls_no_child=True)
             for path, parent in model.named_modules()
             for name, child in parent._modules.items()
             if child is not None and why_not_fused(child) is None

@@ -10,10 +10,10 @@ from fasttrain.callbacks.bottleneck.constants import Constants
 from fasttrain.callbacks.bottleneck.operators import Geometry, Operators
 from fasttrain.callbacks.bottleneck.stage_function import Block, Call, StageFunction, run
 from fasttrain.environment import triton_runs
+from fasttrain.twin import twin_of, with_twin
 
 Tier = Literal["auto", "triton", "torch"]
-# The name under which an output carries its second self.
-_TWIN = "_fasttrain_bottleneck_twin"
+ROOM = "bottleneck"
 # Convolution and normalization of a block, in the order of their weights.
 PATH = (("conv1", "bn1"), ("conv2", "bn2"), ("conv3", "bn3"))
 
@@ -58,8 +58,7 @@ class FusedStage(nn.Sequential):
             with torch.no_grad():
                 return run(call, x, weights)[0]
         y, other = StageFunction.apply(call, x, *weights)
-        setattr(y, _TWIN, (other, y._version))
-        return y  # type: ignore[no-any-return]
+        return with_twin(y, other, ROOM)
 
     def _block_by_block(self, x: Tensor) -> Tensor:
         for block in self:
@@ -105,9 +104,7 @@ def twin(y: Tensor) -> Tensor:
     The next stage takes its input like this. A tensor's two gradients, from there and from a feature pyramid for
     instance, are otherwise added by a pass over memory before the backward of the tensor begins.
     """
-    other, version = getattr(y, _TWIN, (y, None))
-    # Written to in place since, y has a history that its twin doesn't have.
-    return other if version == y._version else y
+    return twin_of(y, ROOM)
 
 
 def _is_cast(x: Tensor) -> bool:

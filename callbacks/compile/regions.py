@@ -9,6 +9,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from fasttrain.errors import OptimizationError, nearest
+from fasttrain.surgery import joined
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -71,7 +72,7 @@ def _repeated(model: nn.Module) -> Iterator[Region]:
     for path, container in model.named_modules():
         for name, child in _repeats(container):
             if type(child) is not nn.Sequential or not _repeats(child):
-                yield Region(_joined(path, name), child)
+                yield Region(joined(path, name), child)
 
 
 def _repeats(container: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -85,9 +86,9 @@ def _repeats(container: nn.Module) -> list[tuple[str, nn.Module]]:
 def _children(path: str, parent: nn.Module) -> Iterator[Region]:
     for name, child in parent.named_children():
         if _is_worth_it(child):
-            yield Region(_joined(path, name), child)
+            yield Region(joined(path, name), child)
         elif not _is_callable(child):
-            yield from _children(_joined(path, name), child)
+            yield from _children(joined(path, name), child)
 
 
 def _outermost(regions: Iterable[Region]) -> list[Region]:
@@ -110,7 +111,3 @@ def _is_callable(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

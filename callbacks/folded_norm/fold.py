@@ -48,10 +48,15 @@ def why_not_frozen(norm: nn.Module) -> str | None:
 
 
 class Folded:
-    """Scale and bias of one normalization, computed at the first call and again only after its tensors changed."""
+    """Scale and bias of one normalization, computed at the first call and again only after its tensors changed.
 
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
+    Args:
+        norm: one for which `why_not_frozen` is None.
+        room: the optimization that uses it, for its errors.
+    """
+
+    def __init__(self, norm: nn.Module, room: str) -> None:
+        self.norm, self.room = norm, room
         self._kept: ScaleBias | None = None
         self._of: tuple[tuple[Tensor | None, int, int], ...] = ()
 
@@ -63,8 +68,8 @@ class Folded:
         """
         if isinstance(self.norm, nn.BatchNorm2d) and (reason := _why_it_trains(self.norm)):
             raise OptimizationError(
-                f"a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused is now "
-                f"{reason}; keep it in eval mode with requires_grad=False, or leave the optimization out that fused it."
+                f"{self.room}: a BatchNorm2d of {self.norm.num_features} channels that was frozen when it was fused "
+                f"is now {reason}; keep it in eval mode with requires_grad=False, or leave {self.room} out."
             )
         if torch.compiler.is_compiling():
             return fold(self.norm)  # some operations on C values, which go into the compiler's own kernels

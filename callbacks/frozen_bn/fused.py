@@ -9,10 +9,10 @@ from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn import in_torch
 from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError
+from fasttrain.twin import twin_of, with_twin
 
 Tier = Literal["auto", "triton", "torch"]
-# The name under which an output carries its second self.
-_TWIN = "_fasttrain_frozen_bn_twin"
+ROOM = "frozen_bn"
 
 
 def scale_bias_relu(x: Tensor, folded: ScaleBias, tier: Tier = "auto") -> Tensor:
@@ -53,11 +53,7 @@ def twin(y: Tensor) -> Tensor:
 
     A tensor's two gradients are otherwise added by a pass over memory before the backward of the tensor begins.
     """
-    if torch.compiler.is_compiling():
-        return y
-    other, version = getattr(y, _TWIN, (y, None))
-    # Written to in place since, y has a history that its twin doesn't have.
-    return other if version == y._version else y
+    return twin_of(y, ROOM)
 
 
 def _fused(
@@ -80,9 +76,8 @@ def _fused(
     result = ScaleBiasReLU.apply(x, z, folded.scale, folded.bias, z_scale, z_bias, twice)
     if not twice:
         return result  # type: ignore[no-any-return]
-    y: Tensor = result[0]
-    setattr(y, _TWIN, (result[1], y._version))
-    return y
+    y, other = result
+    return with_twin(y, other, ROOM)
 
 
 def _takes_triton(tier: Tier, x: Tensor, folded: ScaleBias, z: Tensor | None) -> bool:

@@ -24,11 +24,13 @@ class _FusedBlock:
 
     def _prepare(self) -> None:
         named: dict[str, nn.Module] = dict(self.named_children())  # type: ignore[attr-defined]
-        self._folded = {name: Folded(module) for name, module in named.items() if why_not_frozen(module) is None}
+        self._folded = {
+            name: Folded(module, "frozen_bn") for name, module in named.items() if why_not_frozen(module) is None
+        }
         self._shortcut = None
         if type(self.downsample) is nn.Sequential and why_not_passed_by(self.downsample) is None:
             last = list(self.downsample)[-1:]
-            self._shortcut = Folded(last[0]) if last and why_not_frozen(last[0]) is None else None
+            self._shortcut = Folded(last[0], "frozen_bn") if last and why_not_frozen(last[0]) is None else None
 
     def _end(self, out: Tensor, norm: str, x: Tensor) -> Tensor:
         folded, z = self._folded[norm](), twin(x)
@@ -83,7 +85,6 @@ class BatchNormReLU(nn.BatchNorm2d):
 
 
 FUSED_BLOCKS: dict[type[nn.Module], type[nn.Module]] = {Bottleneck: FusedBottleneck, BasicBlock: FusedBasicBlock}
-NORMS_OF_BLOCK: dict[type[nn.Module], tuple[str, ...]] = {Bottleneck: ("bn1", "bn2", "bn3"), BasicBlock: ("bn1", "bn2")}
 
 
 def fused_block(block: nn.Module) -> nn.Module:
@@ -98,5 +99,5 @@ def fused_norm(norm: nn.Module) -> nn.Module:
     """Return a frozen normalization with a ReLU behind it, around the same buffers."""
     kind = FrozenBatchNormReLU if isinstance(norm, FrozenBatchNorm2d) else BatchNormReLU
     fused = with_state_of(norm, kind)
-    fused._folded = Folded(fused)  # type: ignore[assignment]
+    fused._folded = Folded(fused, "frozen_bn")  # type: ignore[assignment]
     return fused

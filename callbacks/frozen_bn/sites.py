@@ -5,16 +5,13 @@ module that a symbolic trace of its forward shows to run one into the other, suc
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
 
 from torch import nn
 
 from fasttrain.callbacks.folded_norm import why_not_frozen
-from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, NORMS_OF_BLOCK, fused_block, fused_norm
-from fasttrain.followed_by import followed_by, is_relu
+from fasttrain.callbacks.frozen_bn.modules import FUSED_BLOCKS, fused_block, fused_norm
+from fasttrain.callbacks.norm_sites import NormSites
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
-from fasttrain.surgery import joined
 
 
 class FrozenBNPatches(ModulePatches):
@@ -24,7 +21,7 @@ class FrozenBNPatches(ModulePatches):
 
     def sites(self, model: nn.Module) -> list[PatchSite]:
         """Return the places that are not fused yet."""
-        return [site for path, parent in model.named_modules() for site in _sites_in(path, parent)]
+        return _SITES.of(model)
 
     def why_no_site(self, model: nn.Module) -> str:
         """Count the model's normalizations by what they lack."""
@@ -47,26 +44,8 @@ class FrozenBNSurgery(PatchSurgery):
         super().__init__(model, FrozenBNPatches())
 
 
-def _sites_in(path: str, parent: nn.Module) -> Iterator[PatchSite]:
-    if type(parent) in FUSED_BLOCKS.values():
-        return
-    for name, child in parent._modules.items():
-        if child is not None and _is_block(child):
-            yield PatchSite(joined(path, name), child, partial(fused_block, child))
-    if not _is_block(parent):
-        for norm, relu in followed_by(parent, _is_frozen, is_relu):
-            first, second = parent._modules[norm], parent._modules[relu]
-            assert first is not None
-            assert second is not None
-            plain = nn.Sequential(first, second)
-            yield PatchSite(joined(path, norm), plain, partial(fused_norm, first), (joined(path, relu),))
-
-
-def _is_block(module: nn.Module) -> bool:
-    if type(module) not in FUSED_BLOCKS or "forward" in vars(module) or not is_relu(getattr(module, "relu", None)):
-        return False
-    return all(why_not_frozen(getattr(module, name)) is None for name in NORMS_OF_BLOCK[type(module)])
-
-
 def _is_frozen(module: nn.Module) -> bool:
     return why_not_frozen(module) is None
+
+
+_SITES = NormSites(_is_frozen, fused_block, fused_norm, FUSED_BLOCKS.values())

@@ -9,14 +9,13 @@ from fasttrain.bench import Case
 from fasttrain.callbacks.gemm_gelu.feed_forward import linear_gelu_linear
 from fasttrain.callbacks.gemm_gelu.form import Approximate
 from fasttrain.callbacks.gemm_gelu.reference import reference
+from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 # BERT-large of MLPerf Training: 32 sequences of 512 tokens.
 TOKENS, WIDTH, HIDDEN = 16384, 1024, 4096
 # Two products forward and four backward.
 FLOP = 6 * 2 * TOKENS * WIDTH * HIDDEN
-# Of a large bf16 matrix product on random data, on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
 KINDS: tuple[tuple[str, torch.dtype, Approximate], ...] = (
     ("", torch.float16, "none"),
     ("_bf16", torch.bfloat16, "none"),

@@ -18,6 +18,7 @@ from fasttrain.callbacks.gemm_gelu.feed_forward import linear_gelu_linear
 from fasttrain.callbacks.gemm_gelu.form import Approximate
 from fasttrain.randomness import random_state_kept
 from fasttrain.surgery import why_not_passed_by
+from fasttrain.tracing import nodes_of
 
 METHOD = "feed_forward_chunk"
 RUN_BY_IT = ("intermediate", "output")
@@ -86,12 +87,8 @@ def form_of(activation: nn.Module) -> Approximate | None:
 
 
 def _is_the_chain(layer: nn.Module) -> bool:
-    try:
-        with random_state_kept():
-            nodes = list(_Chunk().trace(layer).nodes)
-    except Exception:  # a method that depends on values can't be traced, and may raise anything on trying
-        return False
-    if len(nodes) != len(CHAIN) + 4:
+    nodes = nodes_of(layer, _Chunk())
+    if nodes is None or len(nodes) != len(CHAIN) + 4:
         return False
     x, *chain, add, norm, result = nodes
     for before, node, name in zip((x, *chain), chain, CHAIN, strict=False):

@@ -10,7 +10,7 @@ from torch import nn
 from fasttrain.callbacks.gemm_gelu.bert import fused_layer, is_bert_layer
 from fasttrain.callbacks.gemm_gelu.modules import FusedSequential, block_length, fused_sequential
 from fasttrain.patches import ModulePatches, PatchSite
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
 
 
 class FeedForwardPatches(ModulePatches):
@@ -40,7 +40,7 @@ def _sites(model: nn.Module) -> Iterator[PatchSite]:
         for name, child in parent._modules.items():
             if child is None:
                 continue
-            of_child = f"{path}.{name}" if path else name
+            of_child = joined(path, name)
             if _holds_block(child):
                 assert isinstance(child, nn.Sequential)
                 yield PatchSite(of_child, child, partial(fused_sequential, child))

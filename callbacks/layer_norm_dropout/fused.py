@@ -9,10 +9,10 @@ from fasttrain.callbacks.layer_norm_dropout import in_torch
 from fasttrain.callbacks.layer_norm_dropout.mask import draw_seed, threshold
 from fasttrain.environment import triton_runs
 from fasttrain.errors import OptimizationError
+from fasttrain.twin import twin_of, with_twin
 
 Tier = Literal["auto", "triton", "torch"]
-# The name under which an output carries its second self.
-_TWIN = "_fasttrain_layer_norm_dropout_twin"
+ROOM = "layer_norm_dropout"
 
 
 def dropout_add_layer_norm(
@@ -78,9 +78,8 @@ def dropout_add_layer_norm(
     )  # fmt: skip
     if not twice:
         return result.view(x.shape)  # type: ignore[no-any-return]
-    y: Tensor = result[0].view(x.shape)
-    setattr(y, _TWIN, (result[1].view(x.shape), y._version))
-    return y
+    y, other = (each.view(x.shape) for each in result)
+    return with_twin(y, other, ROOM)
 
 
 def twin(y: Tensor) -> Tensor:
@@ -88,11 +87,7 @@ def twin(y: Tensor) -> Tensor:
 
     A tensor's two gradients are otherwise added by a pass over memory before the backward of the tensor begins.
     """
-    if torch.compiler.is_compiling():
-        return y
-    other, version = getattr(y, _TWIN, (y, None))
-    # Written to in place since, y has a history that its twin doesn't have.
-    return other if version == y._version else y
+    return twin_of(y, ROOM)
 
 
 def _result_dtype(x: Tensor, residual: Tensor | None) -> torch.dtype:

@@ -5,7 +5,6 @@ norm(dropout(dense(x)) + residual), with or without the dense part. BertSelfOutp
 models are of that kind, and so are their many relatives, without this room's knowing their names.
 """
 
-import copy
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ from torch import fx, nn
 
 from fasttrain.callbacks.layer_norm_dropout.modules import Roles, fused_layer, fused_output
 from fasttrain.patches import ModulePatches, PatchSite
-from fasttrain.randomness import random_state_kept
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
+from fasttrain.tracing import ChildrenAreLeaves, nodes_of
 
 # `in_triton` has the same number, and can't be imported where there is no Triton.
 LARGEST_HIDDEN = 8192
@@ -69,18 +68,14 @@ def roles_of(module: nn.Module) -> Roles | None:
         return None
     if not any(map(_is_norm, children)) or not any(map(_is_dropout, children)):
         return None
-    try:
-        with random_state_kept():
-            nodes = list(_ChildrenAreLeaves().trace(_copied_for_tracing(module)).nodes)
-    except Exception:  # a forward that depends on values can't be traced, and may raise anything on trying
-        return None
-    return _roles_in(module, nodes)
+    nodes = nodes_of(module, ChildrenAreLeaves())
+    return None if nodes is None else _roles_in(module, nodes)
 
 
 def _sites(model: nn.Module) -> Iterator[PatchSite]:
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():
-            inside = f"{path}.{name}" if path else name
+            inside = joined(path, name)
             if type(child) is nn.TransformerEncoderLayer:
                 if why_not_fused(child) is None:
                     yield PatchSite(inside, child, lambda child=child: fused_layer(child))  # type: ignore[misc]
@@ -130,16 +125,3 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_dropout(module: nn.Module) -> bool:
     return type(module) is nn.Dropout and why_not_passed_by(module) is None
-
-
-def _copied_for_tracing(module: nn.Module) -> nn.Module:
-    """Return a module with the same children, to which a forward may assign as it likes."""
-    copied = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        vars(copied)[name] = dict(vars(module)[name])
-    return copied
-
-
-class _ChildrenAreLeaves(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
