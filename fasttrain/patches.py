@@ -4,19 +4,17 @@ A room says where its sites are (`ModulePatches`). From that come the replacemen
 the Lightning callback (`PatchCallback`) and the plan's door (`PatchOptimization`), which measures before it believes.
 """
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 
 from fasttrain.choices import Decision
+from fasttrain.comparison import compare_step, verdict_of
 from fasttrain.errors import OptimizationError
-from fasttrain.measure import AUTOCAST, StepProbe, ms_text
 from fasttrain.optimization import Applies, Attachment, Change, Context, Grade, Optimization, Refuses, Stage, Verdict
 from fasttrain.site_key import room_text
 from fasttrain.surgery import Surgery, replace
@@ -204,7 +202,7 @@ class PatchOptimization(Optimization[C]):
         """
         patches = self.callback.patches
         every = open_sites(context.module, patches)
-        sites = open_sites(context.module, patches, context.taken)
+        sites = [site for site in every if not site.overlaps(context.taken)]
         if not every:
             return Refuses(patches.why_no_site(context.module))
         if not sites:
@@ -271,12 +269,8 @@ class PatchOptimization(Optimization[C]):
             plain, ours = compared_ms(context, context.example(), patches, paths)
         except OptimizationError as error:
             return Refuses(f"{error}; set optimizations.{self.name}.measure=false to use it unmeasured")
-        times = f"{ms_text(ours)} ms a step against {ms_text(plain)}"
-        gain = 1 - ours / plain
-        if gain < self.config.least_gain:
-            least = self.config.least_gain
-            return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {least:+.0%} wanted){layout}")
-        return Applies(f"{len(paths)} sites; measured {times} ({plain / ours:.2f} times){layout}")
+        verdict = verdict_of(f"{len(paths)} sites", plain, ours, self.config.least_gain, layout)
+        return Refuses(f"{verdict.reason}{layout}") if isinstance(verdict, Refuses) else verdict
 
     def _lacks_channels_last(self, context: Context) -> bool:
         return self.for_channels_last and "channels_last" not in context.asked_for
@@ -285,22 +279,17 @@ class PatchOptimization(Optimization[C]):
 def compared_ms(
     context: Context, batch: Any, patches: ModulePatches, only: Collection[str] | None = None
 ) -> tuple[float, float]:
-    """Return milliseconds of the plain step and of the fused one, in the memory format that the run will have.
+    """Return milliseconds of the plain step and of the fused one, see `compare_step`.
 
-    Fused at every site, or at those at the paths `only`. Where the run will replay its step as a CUDA graph, so do
-    these, if the step can be captured.
+    Fused at every site, or at those at the paths `only`.
 
     Raises:
         OptimizationError: the step does not run outside of a Trainer.
     """
-    module = context.module
-    if "channels_last" in context.asked_for:
-        module = copy.deepcopy(module).to(memory_format=torch.channels_last)
 
     def fuse(copied: pl.LightningModule, batch: Any) -> Any:
         PatchSurgery(copied, patches).apply(only)
         return batch
 
-    probe = StepProbe(module, batch, context.hardware.device, in_graph="cuda_graph_step" in context.asked_for)
-    plain, ours = probe.compare(fuse, AUTOCAST.get(context.precision))
+    plain, ours = compare_step(context, batch, fuse)
     return plain.median_ms, ours.median_ms

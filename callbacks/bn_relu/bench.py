@@ -15,12 +15,10 @@ from fasttrain.bench import Case
 from fasttrain.callbacks.bn_relu.fused import batch_norm_add_relu, batch_norm_dual_relu, batch_norm_relu
 from fasttrain.callbacks.bn_relu.in_torch import batch_norm_relu as in_operators
 from fasttrain.callbacks.bn_relu.sites import BNReLUSurgery
+from fasttrain.floor import H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 BATCH, SIDE = 256, 224
-# Of a large bf16 matrix product on random data, and of a large copy, on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
-H200_BYTES_PER_SECOND = 4.3e12
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Of ResNet-50, by form: the stem, the narrow maps, the ends of blocks with and without a downsample path.
 SHAPES = {

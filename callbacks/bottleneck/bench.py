@@ -12,12 +12,10 @@ from torchvision.ops import FrozenBatchNorm2d
 from fasttrain.bench import Case
 from fasttrain.callbacks.bottleneck.sites import BottleneckSurgery
 from fasttrain.callbacks.frozen_bn import FrozenBNSurgery
+from fasttrain.floor import convolutions_floor_ms
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 BATCH, SIDE = 16, 800
-# Of a large bf16 matrix product on random data, and of a large copy, on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
-H200_BYTES_PER_SECOND = 4.3e12
 # RetinaNet of MLPerf Training v2.0 trains these; what lies before them is frozen.
 TRAINED = ("layer2", "layer3", "layer4")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,6 +55,9 @@ def one_block() -> Iterator[Row]:
 
 
 def _compared(case: str, make: Callable[[], nn.Module], x: Tensor) -> Iterator[Row]:
+    with torch.device("meta"):
+        like_x = torch.empty(x.shape, requires_grad=x.requires_grad)
+        floor_ms = convolutions_floor_ms(make(), lambda model: _outputs(model)(like_x))
     for precision, dtype in PRECISIONS.items():
         for variant in VARIANTS:
             torch.manual_seed(0)
@@ -73,7 +74,6 @@ def _compared(case: str, make: Callable[[], nn.Module], x: Tensor) -> Iterator[R
             times = sample_ms(step, "cuda", warmup=5, repeats=30)
             yield make_row("bottleneck", f"{case}_{precision}", variant, "fwd_bwd_ms", "ms", times, NOTE)
         note = "convolutions alone, each at 790 TFLOP/s or 4.3 TB/s"
-        floor_ms = _convolutions_floor_ms(make, x)
         yield make_row("bottleneck", f"{case}_{precision}", "floor", "fwd_bwd_ms", "ms", [floor_ms], note)
 
 
@@ -110,24 +110,3 @@ def _step(
         torch.autograd.backward(outputs, gradients)
 
     return step
-
-
-def _convolutions_floor_ms(make: Callable[[], nn.Module], x: Tensor) -> float:
-    """Return the time of all passes of the convolutions, each at the card's rate of arithmetic or memory."""
-    seconds: list[float] = []
-
-    def count(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        assert isinstance(module, nn.Conv2d)
-        (x,), weight = inputs, module.weight
-        flop = 2 * output.numel() * weight[0].numel()
-        moved = 2 * (x.numel() + output.numel() + weight.numel())
-        passes = 1 + x.requires_grad + weight.requires_grad
-        seconds.append(passes * max(flop / H200_FLOP_PER_SECOND, moved / H200_BYTES_PER_SECOND))
-
-    with torch.device("meta"):
-        model = make()
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                module.register_forward_hook(count)
-        _outputs(model)(torch.empty(x.shape, requires_grad=x.requires_grad))
-    return sum(seconds) * 1e3

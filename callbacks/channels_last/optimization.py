@@ -14,8 +14,9 @@ from fasttrain.callbacks.channels_last.layout import (
     is_channels_last,
     to_channels_last,
 )
+from fasttrain.comparison import verdict_of
 from fasttrain.errors import OptimizationError
-from fasttrain.measure import AUTOCAST, StepProbe, ms_text
+from fasttrain.measure import AUTOCAST, StepProbe
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
 from fasttrain.trainer import transform_batches
 
@@ -103,8 +104,5 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
             plain, ours = probe.compare(convert, autocast)
         except OptimizationError as error:
             return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
-        times = f"{ms_text(ours.median_ms)} ms a step against {ms_text(plain.median_ms)}"
-        gain = 1 - ours.median_ms / plain.median_ms
-        if gain < self.config.least_gain:
-            return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {self.config.least_gain:+.0%} wanted)")
-        return Applies(f"{sites} convolution weights; measured {times} ({plain.median_ms / ours.median_ms:.2f} times)")
+        what = f"{sites} convolution weights"
+        return verdict_of(what, plain.median_ms, ours.median_ms, self.config.least_gain)

@@ -12,11 +12,10 @@ from fasttrain.bench import Case
 from fasttrain.callbacks.compile.compiled import CompiledRegions
 from fasttrain.callbacks.compile.start_up import start_up_seconds
 from fasttrain.callbacks.compile.work import WORKS
+from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 VARIANTS = ("eager", "compile", "ours")
-# Of a large bf16 matrix product on random data on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
 
 
 def cases() -> list[Case]:

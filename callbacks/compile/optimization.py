@@ -1,6 +1,5 @@
 """When the regional compile applies, and the plan's door to it."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
@@ -15,8 +14,8 @@ from fasttrain.callbacks.compile.config import CompileConfig
 from fasttrain.callbacks.compile.regions import find_regions, why_no_region
 from fasttrain.callbacks.compile.tally import total
 from fasttrain.callbacks.compile.toolchain import why_not
+from fasttrain.comparison import compare_step, verdict_of
 from fasttrain.errors import OptimizationError
-from fasttrain.measure import AUTOCAST, StepProbe, ms_text
 from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
 
 
@@ -73,10 +72,8 @@ class CompileOptimization(Optimization[CompileConfig]):
         return why_not(context.hardware, self.config.backend, self.config.mode)
 
     def _compare(self, context: Context, batch: Any, regions: int) -> Verdict:
-        """Measure on copies, in the memory format, and in a graph, if the run will have them."""
-        config, module = self.config, context.module
-        if "channels_last" in context.asked_for:
-            module = copy.deepcopy(module).to(memory_format=torch.channels_last)
+        """Measure on copies."""
+        config = self.config
         made: list[CompiledRegions] = []
 
         def compile_copy(copied: pl.LightningModule, batch: Any) -> Any:
@@ -85,15 +82,10 @@ class CompileOptimization(Optimization[CompileConfig]):
             made[-1].apply()
             return batch
 
-        probe = StepProbe(module, batch, context.hardware.device, in_graph="cuda_graph_step" in context.asked_for)
-        plain, ours = probe.compare(compile_copy, AUTOCAST.get(context.precision))
-        times = f"{ms_text(ours.median_ms)} ms a step against {ms_text(plain.median_ms)}"
-        gain = 1 - ours.median_ms / plain.median_ms
-        if gain < config.least_gain:
-            return Refuses(f"not faster here: {times} ({gain:+.0%}, at least {config.least_gain:+.0%} wanted)")
+        plain, ours = compare_step(context, batch, compile_copy)
         joint = total(made[0].tallies if made else ())
         seconds = f", compiled in {joint.compile_seconds:.1f} s ({joint.start})" if joint.compilations else ""
-        return Applies(f"{regions} regions; measured {times} ({plain.median_ms / ours.median_ms:.2f} times){seconds}")
+        return verdict_of(f"{regions} regions", plain.median_ms, ours.median_ms, config.least_gain, seconds)
 
 
 def _said(error: OptimizationError) -> str:

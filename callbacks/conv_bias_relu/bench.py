@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fasttrain.bench import Case
 from fasttrain.callbacks.conv_bias_relu.conv import conv_bias_relu
 from fasttrain.callbacks.conv_bias_relu.sites import ConvBiasReLUPatches
+from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 from fasttrain.patches import PatchSurgery
 from fasttrain.recipes.retinanet.head import ClassificationHead
@@ -18,8 +19,6 @@ from fasttrain.recipes.retinanet.head import ClassificationHead
 BATCH, CHANNELS, DEPTH = 16, 256, 4
 SIDES = (100, 50, 25, 13, 7)
 ANCHORS_PER_CELL, CLASSES = 9, 264
-# Of a large bf16 matrix product on random data, on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
 NOTE = "fp16, channels_last, replays of a CUDA graph, cuDNN by its own benchmark"
 
 

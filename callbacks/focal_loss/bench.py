@@ -10,6 +10,7 @@ from torchvision.models.detection.retinanet import RetinaNetClassificationHead
 
 from fasttrain.bench import Case
 from fasttrain.callbacks.focal_loss.loss import FocalLoss
+from fasttrain.floor import H200_BYTES_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 from fasttrain.recipes.retinanet.loss import focal_loss as of_recipe
 
@@ -17,8 +18,6 @@ from fasttrain.recipes.retinanet.loss import focal_loss as of_recipe
 ANCHORS = tuple(9 * side**2 for side in (100, 50, 25, 13, 7))
 CLASSES = 264
 BOXES = 32
-# Large copies on the H200 that the GPU rows come from; 4.8e12 by its datasheet.
-H200_BYTES_PER_SECOND = 4.3e12
 LOSS_SCALE = 65536.0  # GradScaler's first
 
 Step = Callable[[], Any]

@@ -14,12 +14,10 @@ from fasttrain.callbacks.folded_norm import ScaleBias
 from fasttrain.callbacks.frozen_bn.fused import scale_bias_add_relu, scale_bias_dual_relu, scale_bias_relu
 from fasttrain.callbacks.frozen_bn.reference import reference
 from fasttrain.callbacks.frozen_bn.sites import FrozenBNSurgery
+from fasttrain.floor import H200_BYTES_PER_SECOND, convolutions_floor_ms
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 BATCH, SIDE = 16, 800
-# Of a large bf16 matrix product on random data, and of a large copy, on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
-H200_BYTES_PER_SECOND = 4.3e12
 # RetinaNet of MLPerf Training v2.0 trains these; what lies before them is frozen.
 TRAINED = ("layer2", "layer3", "layer4")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +40,8 @@ def backbone(name: str) -> Iterator[Row]:
 
     ours_compile is the fused modules under torch.compile: the compiler's kernels, for the same dtypes as ours.
     """
-    floor_ms = _convolutions_floor_ms(name)
+    with torch.device("meta"):
+        floor_ms = convolutions_floor_ms(_backbone(name), lambda body: body(torch.empty(BATCH, 3, SIDE, SIDE)))
     for precision, dtype in PRECISIONS.items():
         case = f"{name.partition('_')[0]}_800_b16_{precision}"
         for variant in VARIANTS:
@@ -120,24 +119,3 @@ def _step(
         torch.autograd.backward(features, gradients)
 
     return step
-
-
-def _convolutions_floor_ms(name: str) -> float:
-    """Return the time of all passes of a backbone's convolutions, each at the card's rate of arithmetic or memory."""
-    seconds: list[float] = []
-
-    def count(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        assert isinstance(module, nn.Conv2d)
-        (x,), weight = inputs, module.weight
-        flop = 2 * output.numel() * weight[0].numel()
-        moved = 2 * (x.numel() + output.numel() + weight.numel())
-        passes = 1 + x.requires_grad + weight.requires_grad
-        seconds.append(passes * max(flop / H200_FLOP_PER_SECOND, moved / H200_BYTES_PER_SECOND))
-
-    with torch.device("meta"):
-        model = _backbone(name)
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                module.register_forward_hook(count)
-        model(torch.empty(BATCH, 3, SIDE, SIDE))
-    return sum(seconds) * 1e3

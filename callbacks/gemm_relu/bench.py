@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from fasttrain.bench import Case
 from fasttrain.callbacks.gemm_relu.fused import linear_relu_chain
 from fasttrain.callbacks.gemm_relu.layers import Ways
+from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 # DLRM of MLPerf Training v2.0 on one node: 55,296 samples over 8 GPUs. NVIDIA pads the interaction's 479 features.
 BATCH = 6912
-# Of a large matrix product on random data, on the H200 that the GPU rows come from.
-H200_FLOP_PER_SECOND = 790e12
 IN_GRAPH = "fp16 autocast with fp32 parameters, replays of a CUDA graph"
 Step = Callable[[], Any]
 

@@ -15,10 +15,9 @@ from fasttrain.callbacks.optimizers.lamb import LAMB
 from fasttrain.callbacks.optimizers.lars import LARS
 from fasttrain.callbacks.optimizers.layerwise import LayerwiseOptimizer
 from fasttrain.callbacks.optimizers.reference import lamb, lars
+from fasttrain.floor import H200_BYTES_PER_SECOND
 from fasttrain.measure import Row, make_row, sample_ms
 
-# What a large copy reaches on the H200 that the GPU rows come from.
-H200_BYTES_PER_SECOND = 4.3e12
 # fp32. LAMB: gradients once for the global norm; then gradient, weight and both moments read, the last three written.
 # It takes for granted that a tensor stays in the cache between the sums of its norms and its update.
 LAMB_BYTES = 4 * (1 + 4 + 3)
