@@ -12,8 +12,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fasttrain.callbacks.conv_bias_relu.sites import ConvBiasReLUPatches
 from fasttrain.callbacks.cuda_graph_step.inspection.frozen_reads import frozen_reads, host_effects
 from fasttrain.callbacks.cuda_graph_step.inspection.user_code import is_installed
+from fasttrain.patches import PatchSurgery
 
 USED_BY_EXPRESSIONS = (checkpoint,)
 inspected = Inspected(globals())
@@ -206,6 +208,14 @@ def test_library_code_is_not_entered(name: str) -> None:
     models = pytest.importorskip("torchvision").models
     with torch.device("meta"):
         model = getattr(models, name)()
+    assert inspected.reads("self.model(batch[0])", model=model) == []
+    assert inspected.effects("self.model(batch[0])", model=model) == []
+
+
+def test_a_rooms_modules_are_not_entered() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    PatchSurgery(model, ConvBiasReLUPatches()).apply()
+    assert type(model[0]).__module__.startswith("fasttrain.callbacks.")
     assert inspected.reads("self.model(batch[0])", model=model) == []
     assert inspected.effects("self.model(batch[0])", model=model) == []
 

@@ -60,7 +60,9 @@ def values(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> list[Tensor]
     x = inputs.clone().requires_grad_()
     with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32, cache_enabled=False):
         output = model(x)
-    output.float().square().mean().backward()
+    # A random direction: the mean square of what a LayerNorm gives is constant, and its gradient rounding alone.
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    (output * direction).sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return [output.detach(), x.grad, *gradients]  # type: ignore[list-item]
 
@@ -69,6 +71,14 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float) ->
     for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
         error = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
         assert error <= tolerance, f"tensor {index}: {error:.2e}, at most {tolerance:.0e}"
+
+
+def assert_as_near(found: list[Tensor], plain: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    """Rounding adds up over a network and over steps: how far off eager is itself tells how far one may be."""
+    for one, eager, other in zip(found, plain, exact, strict=True):
+        scale = other.abs().max().clamp(min=1e-30)
+        ours, theirs = ((tensor.double() - other).abs().max() / scale for tensor in (one, eager))
+        assert ours <= 2 * theirs + tolerance, f"{ours:.2e} from float64, and eager is {theirs:.2e}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,10 +90,7 @@ def test_it_is_as_near_to_float64_as_the_reference_is(name: str, dtype: torch.dt
     plain = values(copy.deepcopy(model), inputs, dtype)
     assert CompiledRegions(model).apply()
     found = values(model, inputs, dtype)
-    for one, eager, other in zip(found, plain, exact, strict=True):
-        scale = other.abs().max().clamp(min=1e-30)
-        ours, theirs = ((tensor.double() - other).abs().max() / scale for tensor in (one, eager))
-        assert ours <= 2 * theirs + TOLERANCE[dtype], f"{ours:.2e} from float64, and eager is {theirs:.2e}"
+    assert_as_near(found, plain, exact, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -156,6 +163,10 @@ class Lit(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=2**-6)
 
 
+def weights(module: nn.Module) -> list[Tensor]:
+    return list(module.state_dict().values())
+
+
 class Data(pl.LightningDataModule):
     def train_dataloader(self) -> Any:
         return batches(4, rows=(64,))
@@ -171,9 +182,13 @@ def fitted(*callbacks: pl.Callback, precision: Any = "32-true") -> Lit:
     return module
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_fit_whose_step_is_captured(precision: str, tmp_path: Path) -> None:
-    plain = fitted(precision=precision)
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)],
+    ids=str,
+)
+def test_a_fit_whose_step_is_captured(precision: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    exact, plain = fitted(precision="64-true"), fitted(precision=precision)
     starts = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -181,8 +196,7 @@ def test_a_fit_whose_step_is_captured(precision: str, tmp_path: Path) -> None:
         step = CUDAGraphStep(on_failure="error")
         module = fitted(callback, step, precision=precision)
         assert sum(tally.hits for tally in step.pool.tallies.values()) >= 6
-        tolerance = 1e-5 if precision == "32-true" else 1e-2
-        assert_close(list(module.state_dict().values()), list(plain.state_dict().values()), tolerance)
+        assert_as_near(weights(module), weights(plain), weights(exact), TOLERANCE[dtype])
         starts.append(callback.table().rows[-1][6])
         assert {tally.counts.failed for tally in callback.tallies} == {0}
     assert starts[0] in ("cold", "partly warm"), "graphs that are equal are found again in the same run"
