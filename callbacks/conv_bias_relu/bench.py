@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasttrain.bench import Case
+from fasttrain.callbacks.conv_bias_relu import in_apex
 from fasttrain.callbacks.conv_bias_relu.conv import conv_bias_relu
 from fasttrain.callbacks.conv_bias_relu.sites import ConvBiasReLUPatches
 from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 from fasttrain.patches import PatchSurgery
+from fasttrain.peers import runs_beside
 from fasttrain.recipes.retinanet.head import ClassificationHead
 
 # The heads of RetinaNet in MLPerf Training v2.0: 256 channels over the levels of an image of 800 x 800.
@@ -47,6 +49,8 @@ def layer(side: int) -> Iterator[Row]:
         "compile": torch.compile(_plain, fullgraph=True, dynamic=False),
         "ours": lambda x, weight, bias: conv_bias_relu(x, weight, bias, padding=1),
     }
+    if runs_beside(in_apex.TRIAL):
+        variants["apex"] = lambda x, weight, bias: in_apex.conv_bias_relu(x, weight, bias, padding=1, stride=1)
     case = f"c256_{side}_b16"
     for variant, call in variants.items():
 

@@ -9,9 +9,11 @@ from torch import Tensor
 from torchvision.models.detection.retinanet import RetinaNetClassificationHead
 
 from fasttrain.bench import Case
+from fasttrain.callbacks.focal_loss import bench_apex
 from fasttrain.callbacks.focal_loss.loss import FocalLoss
 from fasttrain.floor import H200_BYTES_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
+from fasttrain.peers import runs_beside
 from fasttrain.recipes.retinanet.loss import focal_loss as of_recipe
 
 # MLPerf Training v2.0, RetinaNet: images of 800 x 800, nine anchors a cell at strides 8 to 128, 264 classes.
@@ -67,6 +69,10 @@ def _gpu_rows(case: str, dtype: torch.dtype, anchors: tuple[int, ...], with_one_
     if with_one_hot:
         yield work.row(case, "plain", work.one_hot, f"{note}, torchvision's: image by image, one-hot targets")
     yield work.row(case, "ours_in_place", work.ours(in_place=True), f"{note}, gradients over the logits")
+    if len(anchors) == 1 and dtype == torch.float16 and runs_beside(bench_apex.TRIAL):
+        apex_note = f"{note}, Apex's focal_loss, one normalizer for all images"
+        yield work.row(case, "apex", work.apex, apex_note)
+        yield work.row(case, "apex_graph", captured(work.apex), f"{apex_note}, replays of a CUDA graph")
     logits = work.levels[0].detach()
     other = torch.empty_like(logits)
     if len(anchors) == 1:
@@ -96,6 +102,7 @@ class _Work:
             self.matched[:, start + 4 : start + 16] = box
         classes_of_boxes = self.labels.gather(1, self.matched.clamp(min=0))
         self.targets = torch.where(self.matched >= 0, classes_of_boxes, self.matched)
+        self.foreground = (self.targets >= 0).sum().float().reshape(1)
         self.head = RetinaNetClassificationHead(8, 1, classes)
 
     def row(self, case: str, variant: str, step: Step, note: str = "") -> Row:
@@ -125,6 +132,10 @@ class _Work:
         targets = [{"labels": labels} for labels in self.labels]
         logits = torch.cat(self.levels, dim=1) if len(self.levels) > 1 else self.levels[0]
         self._backward(self.head.compute_loss(targets, {"cls_logits": logits}, list(self.matched)))
+
+    def apex(self) -> None:
+        """As Apex computes it."""
+        self._backward(bench_apex.focal_loss(self.levels[0], self.targets, self.foreground))
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from fasttrain.bench import Case
+from fasttrain.callbacks.gemm_gelu import bench_apex
 from fasttrain.callbacks.gemm_gelu.feed_forward import linear_gelu_linear
 from fasttrain.callbacks.gemm_gelu.form import Approximate
 from fasttrain.callbacks.gemm_gelu.reference import reference
 from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
+from fasttrain.peers import runs_beside
 
 # BERT-large of MLPerf Training: 32 sequences of 512 tokens.
 TOKENS, WIDTH, HIDDEN = 16384, 1024, 4096
@@ -40,7 +42,7 @@ def bert_large_ffn() -> Iterator[Row]:
         note = (
             f"{str(dtype).removeprefix('torch.')}, GELU's {'erf' if form == 'none' else 'tanh'} form, in a CUDA graph"
         )
-        for variant, block in _variants().items():
+        for variant, block in _variants(form).items():
             times = sample_ms(captured(_step(block, dtype, form)), "cuda", warmup=20, repeats=100)
             yield make_row("gemm_gelu", case, variant, "fwd_bwd_ms", "ms", times, note)
             rates = [FLOP / time / 1e9 for time in times]
@@ -54,13 +56,16 @@ def bert_large_ffn() -> Iterator[Row]:
 Block = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Approximate], Tensor]
 
 
-def _variants() -> dict[str, Block]:
+def _variants(form: Approximate) -> dict[str, Block]:
     torch._dynamo.reset()
-    return {
+    variants: dict[str, Block] = {
         "eager": reference,
         "compile": torch.compile(reference, fullgraph=True, dynamic=False),
         "ours": linear_gelu_linear,
     }
+    if form == bench_apex.FORM and runs_beside(bench_apex.TRIAL):
+        variants["apex"] = bench_apex.linear_gelu_linear
+    return variants
 
 
 def _step(block: Block, dtype: torch.dtype, form: Approximate) -> Callable[[], tuple[Tensor, ...]]:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fasttrain.bench import Case
+from fasttrain.callbacks.gemm_relu import bench_apex
 from fasttrain.callbacks.gemm_relu.fused import linear_relu_chain
 from fasttrain.callbacks.gemm_relu.layers import Ways
 from fasttrain.floor import H200_FLOP_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
+from fasttrain.peers import runs_beside
 
 # DLRM of MLPerf Training v2.0 on one node: 55,296 samples over 8 GPUs. NVIDIA pads the interaction's 479 features.
 BATCH = 6912
@@ -83,13 +85,20 @@ class Work:
         """Return the variants' steps by name."""
         compiled: Any = torch.compile(self.net, dynamic=False, fullgraph=True)
         steps = {variant: self.step(self.ours(ways)) for variant, ways in WAYS.items()}
-        return {**steps, "compile": self.step(lambda: compiled(self.x)), "eager": self.step(lambda: self.net(self.x))}
+        steps |= {"compile": self.step(lambda: compiled(self.x)), "eager": self.step(lambda: self.net(self.x))}
+        if runs_beside(bench_apex.TRIAL):
+            chain = bench_apex.linear_relu_chain
+            steps["apex"] = self.step(lambda: chain(self.x, *self._parameters(), self.mlp.relu_last))
+        return steps
 
     def ours(self, ways: Ways) -> Callable[[], Tensor]:
         """Return the forward of the fused chain."""
-        layers = [module for module in self.net if isinstance(module, nn.Linear)]
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        weights, biases = self._parameters()
         return lambda: linear_relu_chain(self.x, weights, biases, self.mlp.relu_last, ways=ways)
+
+    def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        layers = [module for module in self.net if isinstance(module, nn.Linear)]
+        return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
     def step(self, forward: Callable[[], Tensor]) -> Step:
         """Return forward and backward; all gradients are new tensors, and casts are made in every step."""
