@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,18 @@ def transformer() -> nn.Module:
 MODELS = {"residual": (residual, (3, 3, 75, 61)), "transformer": (transformer, (3, 17, 64))}
 
 
+@cache
+def direction(shape: torch.Size) -> Tensor:
+    """What gradients are taken along: the mean square of what a LayerNorm gives is constant, its gradient rounding."""
+    return torch.randn(shape, device="cuda", dtype=torch.float64)
+
+
 def values(model: nn.Module, inputs: Tensor, dtype: torch.dtype) -> list[Tensor]:
     model.zero_grad()
     x = inputs.clone().requires_grad_()
     with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32, cache_enabled=False):
         output = model(x)
-    # A random direction: the mean square of what a LayerNorm gives is constant, and its gradient rounding alone.
-    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
-    (output * direction).sum().backward()
+    (output * direction(output.shape).to(output)).sum().backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return [output.detach(), x.grad, *gradients]  # type: ignore[list-item]
 
