@@ -1,0 +1,99 @@
+"""Writes the measured tables of the documents from the rows in `results/`, so that no figure is typed.
+
+    python benchmarks/tables.py            # every README of the tree
+
+A document says where a table goes and what is in it; what stands between the two comments is replaced:
+
+    <!-- rows focal_loss fwd_bwd_ms; mlperf_b16 = fp16, mlperf_b16_bf16 = bf16; eager, ours_graph = ours, floor -->
+    <!-- end of rows -->
+
+subject and metric; cases and variants, each with the name it goes by in the table where that is another.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fasttrain.measure import Row, read_rows
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(
+    r"(<!-- rows (?P<what>[^;\n]+);(?P<cases>[^;\n]+);(?P<variants>[^;\n]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL
+)
+BOUNDS = ("floor", "copy")
+"""Variants that compute less than was asked for: nothing is compared with them."""
+MISSING = "not measured"
+
+
+def documents() -> list[Path]:
+    """Return the documents that may hold tables."""
+    return sorted([ROOT / "README.md", *ROOT.glob("callbacks/*/README.md"), *ROOT.glob("recipes/*/README.md")])
+
+
+def with_tables(text: str) -> str:
+    """Return a document's text with its tables as the rows say."""
+
+    def replaced(block: re.Match[str]) -> str:
+        subject, metric = block["what"].split()
+        path = ROOT / "benchmarks" / "results" / f"{subject}.csv"
+        rows = [row for row in read_rows(path) if row.metric == metric] if path.exists() else []
+        return block[1] + "\n".join(_table(rows, _names(block["cases"]), _names(block["variants"]))) + "\n" + block[5]
+
+    return BLOCK.sub(replaced, text)
+
+
+def _names(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {key.strip(): (label or key).strip() for key, _, label in pairs}
+
+
+def _table(rows: Sequence[Row], cases: dict[str, str], variants: dict[str, str]) -> list[str]:
+    cells = {(row.case, row.variant): row for row in rows if row.case in cases and row.variant in variants}
+    units = {row.unit for row in cells.values()}
+    lines = [
+        f"| {' or '.join(sorted(units))} | " + " | ".join(variants.values()) + " |",
+        "|---" * (len(variants) + 1) + "|",
+    ]
+    for case, label in cases.items():
+        of_case = {variant: cells.get((case, variant)) for variant in variants}
+        lines.append(
+            f"| {label} | " + " | ".join(_cell(row, list(of_case.values())) for row in of_case.values()) + " |"
+        )
+    return [*lines, "", *_captions(list(cells.values()))]
+
+
+def _cell(row: Row | None, of_case: Sequence[Row | None]) -> str:
+    if row is None:
+        return MISSING
+    timed = [other.value for other in of_case if other is not None and other.variant not in BOUNDS]
+    best = max(timed) if row.unit.endswith("/s") else min(timed)
+    text = f"{row.value:.4g}"
+    return f"**{text}**" if row.value == best and row.variant not in BOUNDS else text
+
+
+def _captions(rows: Sequence[Row]) -> list[str]:
+    """One sentence for each machine and commit that rows come from: compared is what stands in one line."""
+    captions = []
+    for gpu, cpu, torch, cudnn, date, commit in dict.fromkeys(
+        (row.gpu, row.cpu, row.torch, row.cudnn, row.date, row.commit) for row in rows
+    ):
+        of_run = [row for row in rows if (row.date, row.commit, row.cpu) == (date, commit, cpu)]
+        measured = [row for row in of_run if row.variant not in BOUNDS]
+        spread = max(max(row.p90 - row.value, row.value - row.p10) / row.value for row in measured)
+        repeats = sorted({row.repeats for row in measured})
+        cores = cpu.split(", ")[1] if ", " in cpu else cpu
+        versions = f"torch {torch}" + (f", cuDNN {int(cudnn) // 10000}.{int(cudnn) % 10000 // 100}" if cudnn else "")
+        captions.append(
+            f"Medians of {' or '.join(map(str, repeats))}; 10th and 90th percentiles within {spread:.0%} of them. "
+            f"{gpu or cpu.split(', ')[0]}, {cores}, {versions}, {date}, commit {commit}."
+        )
+    return captions
+
+
+if __name__ == "__main__":
+    for document in documents():
+        before = document.read_text()
+        if (after := with_tables(before)) != before:
+            document.write_text(after)
+            sys.stdout.write(f"{document.relative_to(ROOT)}\n")
