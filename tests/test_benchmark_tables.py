@@ -10,9 +10,15 @@ import pytest
 from fasttrain.measure import Row, write_rows
 
 ROOT = Path(__file__).parent.parent
-ROW = Row("thing", "b16", "ours", "ms", 0.5, "ms", 0.45, 0.52, 30, "NVIDIA X", "Some CPU, 16 cores, Python 3.12", "2.11.0",
-          "91900", "2026-11-30", "abc1234")  # fmt: skip
-BLOCK = "before\n<!-- rows thing ms; b16 = batch 16, b32; eager = plain PyTorch, ours, floor -->\n<!-- end of rows -->\nafter\n"
+ROW = Row(
+    "thing", "b16", "ours", "ms", 0.5, "ms", 0.45, 0.52, 30, "NVIDIA X", "Some CPU, 16 cores, Python 3.12",
+    "2.11.0", "91900", "2026-11-30", "abc1234",
+)  # fmt: skip
+BLOCK = """before
+<!-- rows thing ms; b16 = batch 16, b32; eager = plain PyTorch, ours, floor -->
+<!-- end of rows -->
+after
+"""
 
 
 @pytest.fixture
