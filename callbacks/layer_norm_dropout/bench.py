@@ -9,12 +9,11 @@ from torch import Tensor
 
 from fasttrain.bench import Case
 from fasttrain.callbacks.layer_norm_dropout.fused import dropout_add_layer_norm, twin
+from fasttrain.floor import H200_BYTES_PER_SECOND
 from fasttrain.measure import Row, captured, make_row, sample_ms
 
 # MLPerf Training v2.0, BERT: hidden 1024, dropout 0.1, eps 1e-12; 32 sequences of 512 tokens.
 ROWS, HIDDEN, P, EPS = 16384, 1024, 0.1, 1e-12
-# A plain device copy on the H200 that the GPU rows come from; 4.8e12 by its datasheet.
-H200_BYTES_PER_SECOND = 4.2e12
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 Outputs = Callable[[], list[Tensor]]
@@ -104,7 +103,7 @@ class _Work:
     def floor(self, case: str, transfers: int) -> Row:
         """Return the time of reading or writing so many of these tensors."""
         moved = transfers * self.x.numel() * self.x.element_size()
-        note = f"{transfers} transfers of 34 MB at 4.2 TB/s"
+        note = f"{transfers} transfers of 34 MB at 4.3 TB/s"
         return make_row(
             "layer_norm_dropout", case, "floor", "fwd_bwd_ms", "ms", [moved / H200_BYTES_PER_SECOND * 1e3], note
         )  # fmt: skip
