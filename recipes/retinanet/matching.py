@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -67,6 +67,22 @@ def match(
     between = (best_iou >= background_iou) & (best_iou < foreground_iou)
     unmatched = torch.where(between, BETWEEN_THRESHOLDS, BACKGROUND)
     return torch.where((best_iou >= foreground_iou) | rescued, best_index, unmatched)
+
+
+class AnchorMatcher(nn.Module):
+    """`match` with its thresholds. An optimization that knows this role may put another in its place."""
+
+    fasttrain_role = "anchor_matcher"
+
+    def __init__(self, foreground_iou: float, background_iou: float) -> None:
+        super().__init__()
+        self.foreground_iou, self.background_iou = foreground_iou, background_iou
+
+    def forward(
+        self, anchors: Float[Tensor, "A 4"], boxes: Float[Tensor, "B M 4"], labels: Int[Tensor, "B M"]
+    ) -> Int[Tensor, "B A"]:
+        """Return for each anchor the index of its box, BACKGROUND, or BETWEEN_THRESHOLDS."""
+        return match(anchors, boxes, labels, self.foreground_iou, self.background_iou)
 
 
 def pairwise_iou(boxes: Float[Tensor, "B M 4"], anchors: Float[Tensor, "A 4"]) -> Float[Tensor, "B M A"]:

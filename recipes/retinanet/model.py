@@ -18,7 +18,7 @@ from fasttrain.recipes.retinanet.backbone import TRAINABLE_ORDER, build_backbone
 from fasttrain.recipes.retinanet.detections import Detections, detect
 from fasttrain.recipes.retinanet.head import Head
 from fasttrain.recipes.retinanet.loss import SigmoidFocalLoss, box_loss, class_of_anchor
-from fasttrain.recipes.retinanet.matching import match
+from fasttrain.recipes.retinanet.matching import AnchorMatcher
 from fasttrain.recipes.retinanet.pretrained import first_version_name, load_pretrained
 
 if TYPE_CHECKING:
@@ -165,6 +165,7 @@ class RetinaNet(nn.Module):
         self.head = Head(
             config.fpn_channels, config.head_depth, config.head_norm == "group", anchors_per_cell, config.num_classes
         )
+        self.matcher = AnchorMatcher(config.foreground_iou, config.background_iou)
         self.focal_loss = SigmoidFocalLoss(config.focal_alpha, config.focal_gamma)
         anchors = level_anchors(
             config.image_size, config.levels, config.anchor_sizes, config.scales_per_octave, config.aspect_ratios
@@ -224,7 +225,7 @@ class RetinaNet(nn.Module):
         """
         config = self.config
         if matched is None:
-            matched = match(self.anchors, boxes, labels, config.foreground_iou, config.background_iou)
+            matched = self.matcher(self.anchors, boxes, labels)
         levels = [predictions] if isinstance(predictions, RawPredictions) else predictions
         deltas = torch.cat([level.box_deltas for level in levels], dim=1)
         return {
