@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fasttrain.callbacks.anchor_matching import AnchorMatchingOptimization, FusedAnchorMatching, match_anchors
 from fasttrain.callbacks.async_scoring import AsyncCOCOScoring, AsyncScorer, AsyncScoringOptimization
 from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.bottleneck import BottleneckOptimization, FusedBottlenecks
@@ -29,6 +30,7 @@ from fasttrain.callbacks.sequence_packing import (
 from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
+    "anchor_matching": AnchorMatchingOptimization,
     "async_scoring": AsyncScoringOptimization,
     "bn_relu": BNReLUOptimization,
     "bottleneck": BottleneckOptimization,
@@ -50,6 +52,7 @@ __all__ = [
     "CATALOGUE",
     "LAMB",
     "LARS",
+    "AnchorMatchingOptimization",
     "AsyncCOCOScoring",
     "AsyncScorer",
     "AsyncScoringOptimization",
@@ -68,6 +71,7 @@ __all__ = [
     "FocalLoss",
     "FocalLossOptimization",
     "FrozenBNOptimization",
+    "FusedAnchorMatching",
     "FusedBNReLU",
     "FusedBottlenecks",
     "FusedConvBiasReLU",
@@ -88,6 +92,7 @@ __all__ = [
     "dropout_add_layer_norm",
     "fastest_precision",
     "linear_gelu_linear",
+    "match_anchors",
     "packed_attention",
     "parameter_groups",
 ]

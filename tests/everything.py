@@ -11,6 +11,7 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.ops import FrozenBatchNorm2d, sigmoid_focal_loss
 
 from fasttrain.callbacks.sequence_packing import mean_loss
+from fasttrain.recipes.retinanet.matching import AnchorMatcher
 
 
 class LossOfLevels(nn.Module):
@@ -41,10 +42,15 @@ class Module(pl.LightningModule):
             nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True), nn.Linear(8, 4),
         )  # fmt: skip
         self.focal_loss = LossOfLevels()
+        self.matcher = AnchorMatcher(0.5, 0.4)
+        grid = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
+        self.register_buffer("anchors", torch.cat([grid, grid + 2], dim=1), persistent=False)
+        self.register_buffer("boxes", torch.tensor([[[0.0, 0, 2, 2], [1, 1, 4, 4]]]), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.tokens(self.images(batch[0])[:, None])[:, 0]
         loss = nn.functional.cross_entropy(logits, batch[1]) + self.focal_loss([logits[:, None]], batch[1][:, None])
+        loss = loss + self.matcher(self.anchors, self.boxes, batch[1][None, :2]).sum()
         self.log("loss", loss)
         return loss
 
