@@ -9,7 +9,8 @@ from torch import Tensor
 from fasttrain.callbacks.anchor_matching.kernel import BACKGROUND, INTERPRETED, list_boxes_kernel, match_kernel
 
 LABELS = (torch.int32, torch.int64)
-LARGEST_BLOCK = 1024  # boxes looked at together
+LISTED_AT_ONCE = 1024  # boxes, of which most are padding
+SCANNED_AT_ONCE = 128  # real boxes
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ def match(
     index, highest = torch.empty((2, batch, most), dtype=torch.int32, device=device)
     corners = torch.empty((batch, most, 4), dtype=torch.float32, device=device)
     highest_of_tile = torch.empty((batch, tiles, most), dtype=torch.int32, device=device)
-    block = min(LARGEST_BLOCK, triton.next_power_of_2(most))
+    listed = min(LISTED_AT_ONCE, triton.next_power_of_2(most))
     with torch.cuda.device_of(labels):
         list_boxes_kernel[(batch,)](
-            boxes, labels, count, index, corners, highest, most, *boxes.stride(), *labels.stride(), BLOCK=block
+            boxes, labels, count, index, corners, highest, most, *boxes.stride(), *labels.stride(), BLOCK=listed
         )
         for rescue in (False, True):
             match_kernel[(batch * tiles,)](
                 anchors, count, index, corners, highest, highest_of_tile, matched, anchor_count, tiles, most,
-                foreground_iou, background_iou, RESCUE=rescue, BLOCK=tiling.anchors, SCANNED=block,
+                foreground_iou, background_iou, RESCUE=rescue, BLOCK=tiling.anchors, SCANNED=SCANNED_AT_ONCE,
                 num_warps=tiling.warps, enable_fp_fusion=False,
             )  # fmt: skip
     return matched
