@@ -20,13 +20,16 @@ def runs_beside(trial: Trial) -> bool:
     return proof.ok
 
 
-def assert_right(compute: Callable[[], Sequence[Tensor]], wanted: Mapping[str, Tensor], tolerance: float) -> None:
+def assert_right(
+    compute: Callable[[], Sequence[Tensor]], wanted: Mapping[str, Tensor], tolerance: float, in_graph: bool = True
+) -> None:
     """Compare what a peer computes with its reference: called once, and on a GPU replayed from a CUDA graph, too.
 
     Args:
         compute: returns the tensors in the order of `wanted`, of any dtype.
         wanted: float64, by what they are.
         tolerance: largest difference allowed, over the largest magnitude of each tensor of the reference.
+        in_graph: whether the bench replays it.
 
     Raises:
         AssertionError: a tensor is further off, or not finite.
@@ -37,7 +40,7 @@ def assert_right(compute: Callable[[], Sequence[Tensor]], wanted: Mapping[str, T
         kept[:] = compute()
 
     runs: dict[str, Callable[[], None]] = {"": step}
-    if torch.cuda.is_available():
+    if in_graph and torch.cuda.is_available():
         runs[" in a replay"] = captured(step)
     for how, run in runs.items():
         run()
