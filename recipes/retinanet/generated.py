@@ -6,27 +6,22 @@ drew them.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import secrets
 import shutil
-import signal
-import sys
-import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL import Image
 
 from fasttrain.errors import DataError
+from fasttrain.processes import in_processes
 from fasttrain.recipes.retinanet.drawing import SPLITS, GeneratedConfig, draw, visible_objects
 
-Task = TypeVar("Task")
-Result = TypeVar("Result")
 Progress = Callable[[int, int], None]
 
 DRAWING_VERSION = 1  # raise it whenever the same config would give other pictures
@@ -116,7 +111,7 @@ def _write(place: Path, config: GeneratedConfig, on_progress: Progress, processe
         (place / split).mkdir()
     found: dict[str, list[list[dict[str, Any]]]] = {split: [] for split in counts}
     done = 0
-    with closing(_in_processes(partial(_write_chunk, place, config), chunks, processes)) as results:
+    with closing(in_processes(partial(_write_chunk, place, config), chunks, processes)) as results:
         for (split, _, _), objects in zip(chunks, results, strict=True):
             found[split] += objects
             done += len(objects)
@@ -158,16 +153,3 @@ def _coco(config: GeneratedConfig, images: list[list[dict[str, Any]]]) -> dict[s
         ],
         "categories": [{"id": number, "name": name} for number, name in enumerate(config.classes, 1)],
     }  # fmt: skip
-
-
-def _in_processes(work: Callable[[Task], Result], tasks: list[Task], processes: int) -> Generator[Result, None, None]:
-    """Yield work(task) in order, from forked processes where the system forks safely (Linux), else from this one."""
-    if processes < 2 or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
-        yield from map(work, tasks)
-        return
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forking a process that has threads; these children take no lock of theirs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pool = multiprocessing.get_context("fork").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    with pool:
-        yield from pool.imap(work, tasks)
