@@ -1,0 +1,128 @@
+"""The size of an encoded image, from the first bytes of its file.
+
+What DALI's decoders give is meant: an EXIF orientation that turns the image by 90 degrees exchanges width and height.
+"""
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from fasttrain.errors import DataError
+
+HEAD_BYTES = 4096  # holds the frame header of most JPEGs; those with a thumbnail or a colour profile have it later
+LONG_HEAD_BYTES = 2**18
+
+START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the three are tables and an extension
+WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
+END_OR_SCAN = frozenset({0xD9, 0xDA})
+APP1 = 0xE1
+EXIF_ORIENTATION = 0x0112
+
+UNKNOWN = (0, 0)
+
+
+def image_size(head: Callable[[int], bytes]) -> tuple[int, int]:
+    """Return the width and height of an encoded image, `UNKNOWN` for what is no image or a damaged one.
+
+    Args:
+        head: gives the file's first n bytes, all of it for an n beyond its end.
+    """
+    for count in (HEAD_BYTES, LONG_HEAD_BYTES, 2**62):
+        data = head(count)
+        if data[:2] != b"\xff\xd8":
+            return _size_by_pillow(head(2**62))
+        try:
+            found = _jpeg_size(data)
+        except ValueError:
+            return UNKNOWN
+        if found is not None:
+            return found
+        if len(data) < count:
+            break
+    return UNKNOWN
+
+
+class ImageSizes:
+    """Widths and heights of a set's images, read when they are first asked for. Safe to share between threads.
+
+    Args:
+        head: gives the first bytes of an image, by its index and their number.
+        known: (images, 2) int32, width and height, (0, 0) where unknown; filled in place.
+        name: of an image, for errors.
+    """
+
+    def __init__(self, head: Callable[[int, int], bytes], known: NDArray[np.int32], name: Callable[[int], str]) -> None:
+        self._head, self._known, self._name = head, known, name
+
+    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return (n, 2): width and height of the images at n indices.
+
+        Raises:
+            DataError: one of them has no readable header; the message names it.
+        """
+        sizes = self._known[indices]
+        for row in np.flatnonzero(sizes[:, 0] == 0).tolist():
+            index = int(indices[row])
+            found = image_size(lambda count, index=index: self._head(index, count))  # type: ignore[misc]
+            if found == UNKNOWN:
+                raise DataError(
+                    f"{self._name(index)} has no header of an image that could be read; replace the image, or leave "
+                    "it out."
+                )
+            sizes[row] = self._known[index] = found
+        return sizes
+
+
+def _jpeg_size(head: bytes) -> tuple[int, int] | None:
+    """Return width and height, None if the frame header lies beyond these bytes; ValueError for no JPEG."""
+    at, turned = 2, False
+    while at + 4 <= len(head):
+        if head[at] != 0xFF:
+            raise ValueError("no marker")
+        marker = head[at + 1]
+        if marker == 0xFF or marker in WITHOUT_LENGTH:
+            at += 1 if marker == 0xFF else 2
+            continue
+        if marker in END_OR_SCAN:
+            raise ValueError("no frame header")
+        end = at + 2 + int.from_bytes(head[at + 2 : at + 4])
+        if marker in START_OF_FRAME or marker == APP1:
+            if end > len(head):
+                return None
+            segment = head[at + 4 : end]
+            if marker != APP1:
+                height, width = int.from_bytes(segment[1:3]), int.from_bytes(segment[3:5])
+                if not width or not height:
+                    raise ValueError("no size in the frame header")
+                return (height, width) if turned else (width, height)
+            turned = turned or _exif_turns(segment)
+        at = end
+    return None
+
+
+def _exif_turns(segment: bytes) -> bool:
+    """Tell whether an APP1 segment is an EXIF block whose orientation exchanges rows and columns (5 to 8)."""
+    if segment[:6] != b"Exif\0\0":
+        return False
+    tiff = segment[6:]
+    order = "little" if tiff[:2] == b"II" else "big"
+
+    def number(at: int, count: int) -> int:
+        return int.from_bytes(tiff[at : at + count], order)  # type: ignore[arg-type]
+
+    entries = number(4, 4)
+    for entry in range(entries + 2, entries + 2 + 12 * number(entries, 2), 12):
+        if number(entry, 2) == EXIF_ORIENTATION:
+            return 5 <= number(entry + 8, 2) <= 8
+    return False
+
+
+def _size_by_pillow(data: bytes) -> tuple[int, int]:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.size
+    except Exception:  # Pillow's readers raise nearly anything on damaged files
+        return UNKNOWN
