@@ -6,8 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded_images import bytes_feature, encoded, example, float_feature, int64_feature, record
+from encoded_images import (
+    bytes_feature,
+    encoded,
+    example,
+    float_feature,
+    int64_feature,
+    record,
+    write_folder,
+    write_tar,
+)
 
+from fasttrain.callbacks.dali_loader.containers import labelled_images
 from fasttrain.callbacks.dali_loader.tfrecord import tfrecord_images
 from fasttrain.errors import DataError
 
@@ -150,3 +160,21 @@ def test_labels_that_do_not_fit_are_told(files: list[Path]) -> None:
         tfrecord_images(files, first_label=2)
     with pytest.raises(DataError, match=r"has the label 3, which is class 3 counted from 0, but 3 classes are named"):
         tfrecord_images(files, class_names=["cat", "dog", "owl"])
+
+
+def test_a_folder_is_taken_for_what_lies_in_it(files: list[Path]) -> None:
+    folder = files[0].parent
+    assert labelled_images(folder, first_label=1).labels.tolist() == [0, 1, 2, 0]
+    write_tar(folder / "a.tar", [("1.jpg", IMAGES[0]), ("1.cls", b"7")])
+    with pytest.raises(DataError, match=r"'.*' has tar shards and TFRecord files; name a folder with one of them"):
+        labelled_images(folder)
+    for file in files:
+        file.unlink()
+    assert labelled_images(folder).labels.tolist() == [7]
+    (folder / "a.tar").unlink()
+    with pytest.raises(DataError, match=r"'.*' has no subfolders; a folder for each class is needed"):
+        labelled_images(folder)
+    write_folder(folder / "cat", {"1.jpg": IMAGES[0]})
+    assert labelled_images(folder).class_names == ("cat",)
+    (folder / "b.tfrecord").write_bytes(record(example(imagenet(IMAGES[0], 3))))
+    assert labelled_images(folder).labels.tolist() == [3]

@@ -137,17 +137,19 @@ def _length(source: Source) -> int:
     try:
         length = source.file.stat().st_size
     except OSError as error:
-        raise DataError(f"'{source.file}' can't be read: {error.strerror or error}; {_beside(source.file)}.") from error
+        raise DataError(f"'{source.file}' can't be read: {error.strerror or error}; {_beside(source.file)}") from error
     if not length:
         raise DataError(f"'{source.file}' is empty (0 bytes); replace it, or take it out of the set.")
     return length
 
 
 def _beside(file: Path) -> str:
-    try:
-        return nearest(file.name, os.listdir(file.parent)[:1000]) if file.parent.is_dir() else "is it the right folder?"
-    except OSError:
-        return "is it the right folder?"
+    """Ask about a file of nearly the same name, or else about the folder."""
+    with suppress(OSError):
+        question = nearest(file.name, os.listdir(file.parent)[:1000])
+        if question.endswith("?"):
+            return question
+    return "is it the right folder?"
 
 
 def _plan(sources: Sequence[Source], lengths: Sequence[int], limit: int) -> list[slice]:
