@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,21 +73,19 @@ class ArchivedSamples:
 
     def __init__(self, archives: Sequence[Path], tables: Sequence[ByteRanges]) -> None:
         self.archives, self.tables = list(archives), list(tables)
-        self._ends = np.cumsum([len(table) for table in tables], dtype=np.int64)
+        self._ends = np.cumsum([len(table) for table in tables], dtype=np.int64).tolist()
         self._files = _OpenFiles(self.archives)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return one sample's encoded bytes, (length,) uint8."""
-        archive, row = self._place(index)
-        return self._read(index, int(self.tables[archive].lengths[row]))
+        return self._first(index, sys.maxsize)
 
     def head(self, index: int, count: int) -> bytes:
         """Return the first bytes of a sample, all of them for a count beyond its length."""
-        archive, row = self._place(index)
-        return self._read(index, min(count, int(self.tables[archive].lengths[row]))).tobytes()
+        return self._first(index, count).tobytes()
 
     def name(self, index: int) -> str:
         """Return the archive and the member in it, in quotes."""
@@ -111,15 +111,17 @@ class ArchivedSamples:
 
     def _place(self, index: int) -> tuple[int, int]:
         index = range(len(self))[index]
-        archive = int(np.searchsorted(self._ends, index, side="right"))
-        return archive, index - (int(self._ends[archive - 1]) if archive else 0)
+        archive = bisect_right(self._ends, index)
+        return archive, index - (self._ends[archive - 1] if archive else 0)
 
-    def _read(self, index: int, length: int) -> NDArray[np.uint8]:
+    def _first(self, index: int, count: int) -> NDArray[np.uint8]:
         archive, row = self._place(index)
+        table = self.tables[archive]
+        length = min(count, int(table.lengths[row]))
         data = np.empty(length, dtype=np.uint8)
         try:
             with self._files.opened(archive) as file:
-                got = os.preadv(file, [data.data], int(self.tables[archive].offsets[row]))
+                got = os.preadv(file, [data.data], int(table.offsets[row]))
         except OSError as error:
             raise DataError(f"{self.name(index)} can't be read: {error.strerror or error}.") from error
         if got < length:
