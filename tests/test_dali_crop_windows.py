@@ -68,6 +68,19 @@ def test_areas_ratios_and_places_are_distributed_as_torchvisions(
         assert distance(of(ours), of(theirs)) * np.sqrt(count) < CRITICAL
 
 
+@pytest.mark.parametrize("size", [(5, 4), (3, 9)])
+def test_each_window_of_a_small_image_is_as_frequent_as_torchvisions(size: tuple[int, int]) -> None:
+    """Rounding, places at the very edge and the number of attempts show where there are few windows: chi-squared."""
+    count = 6000
+    together = np.concatenate([drawn(size, count), torchvisions(size, count)])
+    windows, which = np.unique(together, axis=0, return_inverse=True)
+    ours, theirs = (np.bincount(half, minlength=len(windows)) for half in np.split(which.ravel(), 2))
+    statistic = ((ours - theirs) ** 2 / (ours + theirs)).sum()
+    freedom = len(windows) - 1
+    assert freedom > 15
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
 def test_the_comparison_tells_another_distribution() -> None:
     ours, theirs = drawn((500, 375), 3000, (0.12, 1.0)), torchvisions((500, 375), 3000)
     assert distance(ours[:, 2] * ours[:, 3], theirs[:, 2] * theirs[:, 3]) * np.sqrt(3000) > CRITICAL

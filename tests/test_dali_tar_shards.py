@@ -107,6 +107,17 @@ def test_threads_read_the_same_bytes_through_few_open_files(tmp_path: Path, monk
     assert pickle.loads(pickle.dumps(samples)).read(3).tobytes() == IMAGES[3]
 
 
+def test_a_forked_process_reads_the_same_bytes(shards: Path) -> None:
+    samples = labelled_shards(shards).encoded
+    assert samples.read(0).tobytes() == IMAGES[0]
+    child = os.fork()
+    if child == 0:
+        same = [samples.read(index).tobytes() for index in (5, 0, 3)] == [IMAGES[5], IMAGES[0], IMAGES[3]]
+        os._exit(0 if same else 1)
+    assert [samples.read(index).tobytes() for index in range(6)] == IMAGES
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_a_shard_is_indexed_once_and_again_when_it_changes(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     indexed: list[str] = []
     index = tar_shards._index
