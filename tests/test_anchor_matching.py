@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
-from fasttrain.callbacks.anchor_matching import FusedAnchorMatcher, match_anchors, matcher
+from fasttrain.callbacks.anchor_matching import (
+    AnchorMatchingConfig,
+    AnchorMatchingOptimization,
+    FusedAnchorMatcher,
+    match_anchors,
+    matcher,
+)
 from fasttrain.callbacks.anchor_matching.reference import reference
 from fasttrain.callbacks.anchor_matching.sites import AnchorMatchingPatches
+from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
+from fasttrain.optimization import Applies, Context, Refuses
 from fasttrain.patches import PatchSurgery
 from fasttrain.recipes.retinanet.anchors import level_anchors
 from fasttrain.recipes.retinanet.matching import BACKGROUND, BETWEEN_THRESHOLDS, AnchorMatcher, match
@@ -254,3 +263,13 @@ def test_a_matcher_with_hooks_is_left() -> None:
     assert reason == "Sequential has no matcher to replace: '0' is watched by hooks"
     reason = AnchorMatchingPatches().why_no_site(nn.Sequential())
     assert reason == "Sequential has no matcher to replace, a module whose fasttrain_role is 'anchor_matcher'"
+
+
+def test_trusted_it_applies_where_there_are_kernels() -> None:
+    module, data = pl.LightningModule(), pl.LightningDataModule()
+    module.matcher = AnchorMatcher(0.5, 0.4)
+    door = AnchorMatchingOptimization(AnchorMatchingConfig(measure=False))
+    on_cpu = door.check(Context(module, data, Hardware("cpu", "cpu", "a CPU", 2)))
+    assert on_cpu == Refuses("the run is on a CPU, and its kernels need an NVIDIA GPU and Triton")
+    on_gpu = door.check(Context(module, data, Hardware("cuda", "cuda:0", "a GPU", 2)))
+    assert on_gpu == Applies("1 sites; not measured, as asked")

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from fasttrain.callbacks.anchor_matching.sites import AnchorMatchingPatches
+from fasttrain.environment import triton_runs
+from fasttrain.optimization import Context, Refuses, Verdict
 from fasttrain.patches import PatchCallback, PatchConfig, PatchOptimization
 
 
@@ -31,6 +35,14 @@ class AnchorMatchingOptimization(PatchOptimization[AnchorMatchingConfig]):
     name: ClassVar[str] = "anchor_matching"
     summary: ClassVar[str] = "a detector's anchors matched with the real boxes alone, not with the padding"
     config_class: ClassVar[type[Any]] = AnchorMatchingConfig
+
+    def check(self, context: Context) -> Verdict:
+        """As every patch; unmeasured, it refuses where the plain matcher would be called."""
+        hardware = context.hardware
+        has_kernel = torch.device(hardware.device).type == "cuda" and triton_runs()
+        if not self.config.measure and not has_kernel:
+            return Refuses(f"the run is on {hardware.name}, and its kernels need an NVIDIA GPU and Triton")
+        return super().check(context)
 
     def make_callback(self) -> FusedAnchorMatching:
         """Return the callback."""
