@@ -106,7 +106,14 @@ def test_a_row_longer_than_is_listed_at_once() -> None:
 
 
 def test_more_real_boxes_than_are_scanned_at_once() -> None:
-    matched_as_in_torchvision(ANCHORS[:20], *batch_of(random_boxes(150, 4)), Tiling(32, 1))
+    """Of which the last alone has its highest IoU, a low one, in the second tile."""
+    small = torch.tensor([[46.0, 30.0, 50.0, 34.0]], device=DEVICE)
+    boxes, labels = batch_of(torch.cat([ANCHORS[:1].repeat(in_triton.SCANNED_AT_ONCE, 1), small]))
+    found = matched_as_in_torchvision(ANCHORS[:128], boxes, labels)
+    overlap = box_iou(small, ANCHORS[:128])[0]
+    assert overlap.max() < 0.4
+    assert (overlap == overlap.max()).nonzero().min() >= SMALL.anchors
+    assert torch.equal(found[0] == in_triton.SCANNED_AT_ONCE, overlap == overlap.max())
 
 
 def test_a_box_that_no_anchor_touches_gets_all_that_have_no_better() -> None:
