@@ -10,6 +10,18 @@ from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimiza
 from fasttrain.callbacks.compile import CompiledRegions, CompileOptimization, RegionalCompile
 from fasttrain.callbacks.conv_bias_relu import ConvBiasReLUOptimization, FusedConvBiasReLU
 from fasttrain.callbacks.cuda_graph_step import CapturedFunction, CUDAGraphStep, CUDAGraphStepOptimization
+from fasttrain.callbacks.dali_loader import (
+    DALIConfig,
+    DALILoader,
+    DALILoaderOptimization,
+    DetectionGraph,
+    EncodedFiles,
+    UsableSamples,
+    WhenBad,
+    image_header,
+    portable_pixmap,
+    require_dali,
+)
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
@@ -38,6 +50,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "compile": CompileOptimization,
     "conv_bias_relu": ConvBiasReLUOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
+    "dali_loader": DALILoaderOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
@@ -66,7 +79,12 @@ __all__ = [
     "CompileOptimization",
     "CompiledRegions",
     "ConvBiasReLUOptimization",
+    "DALIConfig",
+    "DALILoader",
+    "DALILoaderOptimization",
+    "DetectionGraph",
     "DropoutAddLayerNorm",
+    "EncodedFiles",
     "FeedForward",
     "FocalLoss",
     "FocalLossOptimization",
@@ -89,10 +107,15 @@ __all__ = [
     "RegionalCompile",
     "SequencePackingDataModule",
     "SequencePackingOptimization",
+    "UsableSamples",
+    "WhenBad",
     "dropout_add_layer_norm",
     "fastest_precision",
+    "image_header",
     "linear_gelu_linear",
     "match_anchors",
     "packed_attention",
     "parameter_groups",
+    "portable_pixmap",
+    "require_dali",
 ]

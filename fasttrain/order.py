@@ -68,11 +68,37 @@ class EpochOrder(DistributedSampler[Any]):
         return (self.size - self.rank + self.num_replicas - 1) // self.num_replicas
 
 
-class ResumableLoader(DataLoader[Any]):
-    """A DataLoader whose position is part of the checkpoint.
+class Resumable:
+    """A loader whose position is part of the checkpoint.
 
     Lightning stores `state_dict()` of a training loader that has one and gives it back before the first batch after a
-    resume. The position counts batches handed out, not batches that workers have prepared.
+    resume. The position counts batches handed out, not batches that are prepared. A pass calls `begin_pass` first, and
+    adds to `batches_served` before it hands out a batch.
+    """
+
+    order: EpochOrder
+    batch_size: int | None
+    batches_served = 0
+    _resume: dict[str, int] | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch and the number of its batches handed out."""
+        return {"epoch": self.order.epoch, "batches": self.batches_served}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Make the next pass over that same epoch begin after the batches already handed out."""
+        self._resume = dict(state)
+
+    def begin_pass(self) -> None:
+        """Have the order begin where the epoch was left, or at its start."""
+        resume, self._resume = self._resume, None
+        done = resume["batches"] if resume and resume["epoch"] == self.order.epoch else 0
+        self.batches_served = done
+        self.order.first = done * (self.batch_size or 1)
+
+
+class ResumableLoader(Resumable, DataLoader[Any]):
+    """A DataLoader whose position is part of the checkpoint.
 
     Args:
         dataset: map-style, indexed by `SampleKey`.
@@ -86,22 +112,9 @@ class ResumableLoader(DataLoader[Any]):
         options.setdefault("generator", torch.Generator().manual_seed(order.seed % 2**63))
         super().__init__(dataset, sampler=order, **options)
         self.order = order
-        self.batches_served = 0
-        self._resume: dict[str, int] | None = None
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch and the number of its batches handed out."""
-        return {"epoch": self.order.epoch, "batches": self.batches_served}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next pass over that same epoch begin after the batches already handed out."""
-        self._resume = dict(state)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        resume, self._resume = self._resume, None
-        done = resume["batches"] if resume and resume["epoch"] == self.order.epoch else 0
-        self.batches_served = done
-        self.order.first = done * (self.batch_size or 1)
+        self.begin_pass()
         batches = super().__iter__()
         while True:
             try:

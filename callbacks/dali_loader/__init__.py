@@ -1,1 +1,25 @@
 """DALI pipelines behind loaders that keep Lightning's contract."""
+
+from fasttrain.callbacks.dali_loader.config import DALIConfig, require_dali
+from fasttrain.callbacks.dali_loader.detection import DetectionGraph
+from fasttrain.callbacks.dali_loader.encoded import EncodedFiles, EncodedSamples
+from fasttrain.callbacks.dali_loader.graph import LoaderGraph
+from fasttrain.callbacks.dali_loader.header import image_header
+from fasttrain.callbacks.dali_loader.loader import DALILoader
+from fasttrain.callbacks.dali_loader.optimization import DALILoaderOptimization
+from fasttrain.callbacks.dali_loader.usable import UsableSamples, WhenBad, portable_pixmap
+
+__all__ = [
+    "DALIConfig",
+    "DALILoader",
+    "DALILoaderOptimization",
+    "DetectionGraph",
+    "EncodedFiles",
+    "EncodedSamples",
+    "LoaderGraph",
+    "UsableSamples",
+    "WhenBad",
+    "image_header",
+    "portable_pixmap",
+    "require_dali",
+]

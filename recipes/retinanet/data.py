@@ -1,21 +1,24 @@
 """RetinaNet's data: any folder of images with COCO annotations, or, when none is given, a generated set."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from fasttrain.environment import cache_folder, usable_cores
+from fasttrain.callbacks import DALIConfig, DALILoader, UsableSamples, require_dali
+from fasttrain.environment import cache_folder
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
-from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
+from fasttrain.recipes.retinanet.dataset import DetectionDataset
 from fasttrain.recipes.retinanet.drawing import GeneratedConfig
 from fasttrain.recipes.retinanet.generated import generate
+from fasttrain.recipes.retinanet.loaders import dali_loader, torch_loader
 
 PATHS = ("train_images", "train_annotations", "val_images", "val_annotations")
 
@@ -44,10 +47,14 @@ class DataConfig:
     """Train on crowd boxes too, as MLPerf's reference does on OpenImages and nobody does on COCO."""
     seed: int = 0
     """Of the order and the augmentation."""
+    loader: Literal["torch", "dali"] = "torch"
+    """What makes the batches: torch's DataLoader, the reference, or NVIDIA DALI, on the GPU where there is one."""
+    dali: DALIConfig = field(default_factory=DALIConfig)
+    """DALI's threads, prefetching and memory."""
     num_workers: int | None = None
-    """Loader processes; null is the usable cores less one on a machine with more than 4 of them, else none."""
+    """The torch loader's processes; null is the usable cores less one where there are more than 4, else none."""
     cache: Literal["none", "ram"] = "none"
-    """`ram` keeps the resized images of the training set: for sets that fit."""
+    """`ram` keeps the resized images of the training set: for sets that fit. The torch loader's only."""
     on_bad_image: Literal["error", "skip"] = "error"
     """What to do about a file that can't be decoded: stop, or leave it out and count it."""
     on_bad_record: Literal["error", "skip"] = "error"
@@ -68,6 +75,11 @@ class DataConfig:
         for name in ("batch_size", "max_boxes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.loader == "dali" and self.cache != "none":
+            raise ConfigError(
+                f"data.cache={self.cache} keeps images of the torch loader, and data.loader is dali; set "
+                "data.cache=none."
+            )
 
 
 class DetectionData(pl.LightningDataModule):
@@ -75,10 +87,19 @@ class DetectionData(pl.LightningDataModule):
 
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
+        if config.loader == "dali":
+            require_dali()
         self.config = config
         self._sets: dict[str, DetectionSet] = {}
         self._datasets: dict[str, DetectionDataset] = {}
         self._bad_images: dict[str, set[int]] = {"train": set(), "val": set()}
+        self.dali_loaders: dict[str, DALILoader] = {}
+
+    def with_dali_loader(self, config: DALIConfig) -> "DetectionData":
+        """Return the same data with DALI's loaders; what has been read of it is shared."""
+        data = DetectionData(replace(self.config, loader="dali", cache="none", dali=config))
+        data._sets = self._sets
+        return data
 
     def prepare_data(self) -> None:
         """Generate the set if no other is given; a second time finds it in the cache."""
@@ -102,10 +123,11 @@ class DetectionData(pl.LightningDataModule):
         if self._datasets:
             return
         config = self.config
-        train_images, train_annotations, val_images, val_annotations = self._paths()
-        train = read_annotations(train_annotations, train_images, on_bad_record=config.on_bad_record)
-        val = read_annotations(val_annotations, val_images, on_bad_record=config.on_bad_record, categories_of=train)
-        self._sets = {"train": train, "val": val}
+        if not self._sets:
+            train_images, train_annotations, val_images, val_annotations = self._paths()
+            train = read_annotations(train_annotations, train_images, on_bad_record=config.on_bad_record)
+            val = read_annotations(val_annotations, val_images, on_bad_record=config.on_bad_record, categories_of=train)
+            self._sets = {"train": train, "val": val}
         for split, found in self._sets.items():
             self._datasets[split] = DetectionDataset(
                 found,
@@ -133,7 +155,7 @@ class DetectionData(pl.LightningDataModule):
         """Return the validation set's COCO dict, for scoring."""
         return self._sets["val"].to_coco()
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> ResumableLoader | DALILoader:
         """Return batches in a new order each epoch; a last partial batch is left out, shapes being static."""
         size, batch_size = len(self._datasets["train"]), self.config.batch_size
         rank, world_size = self._rank()
@@ -145,16 +167,16 @@ class DetectionData(pl.LightningDataModule):
         order = EpochOrder(size, shuffle=True, seed=self.config.seed, rank=rank, world_size=world_size, even=True)
         return self._loader("train", order, batch_size, drop_last=True)
 
-    def val_dataloader(self) -> ResumableLoader:
+    def val_dataloader(self) -> ResumableLoader | DALILoader:
         """Return every validation image once, none twice, whatever the number of processes."""
         rank, world_size = self._rank()
         order = EpochOrder(len(self._datasets["val"]), shuffle=False, seed=0, rank=rank, world_size=world_size)
         return self._loader("val", order, self.config.val_batch_size or self.config.batch_size, drop_last=False)
 
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        """Note the images that the dataset left out, while the batch is still on the CPU."""
+        """Note the images that the dataset left out, while the batch is still on the CPU; DALI's loaders note them."""
         bad = batch["bad_image_id"]
-        if self.config.on_bad_image == "skip" and bad.max() >= 0:
+        if self.config.loader == "torch" and self.config.on_bad_image == "skip" and bad.max() >= 0:
             training = self.trainer is None or self.trainer.training
             self._bad_images["train" if training else "val"].update(i for i in bad.tolist() if i >= 0)
         return batch
@@ -165,28 +187,34 @@ class DetectionData(pl.LightningDataModule):
         for split, found in self._sets.items():
             for what, count in found.skipped.items():
                 counts[f"{split}: {what}"] = count
-            if bad := self._bad_images[split]:
+            if bad := self._bad_images[split] | self._refused(split):
                 first = found.images.name(min(bad))
                 counts[f"{split}: images that can't be used, the first of them '{first}'"] = len(bad)
         return counts
 
-    def _loader(self, split: str, order: EpochOrder, batch_size: int, drop_last: bool) -> ResumableLoader:
-        cores = usable_cores()
-        workers = self.config.num_workers
-        if workers is None:
-            # A cache in memory fills in this process; on few cores workers take from the step what they give.
-            workers = 0 if self.config.cache == "ram" or cores <= 4 else min(16, cores - 1)
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return ResumableLoader(
-            self._datasets[split],
-            order,
-            batch_size=batch_size,
-            drop_last=drop_last,
-            num_workers=workers,
-            collate_fn=collate,
-            pin_memory=on_gpu,
-            persistent_workers=workers > 0,
-        )
+    def teardown(self, stage: str) -> None:
+        """Free DALI's pipelines; a loader that is used again makes them anew."""
+        for loader in self.dali_loaders.values():
+            loader.close()
+
+    def _loader(self, split: str, order: EpochOrder, batch_size: int, drop_last: bool) -> ResumableLoader | DALILoader:
+        dataset, config = self._datasets[split], self.config
+        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
+        if config.loader == "torch":
+            on_gpu = device.type == "cuda"
+            return torch_loader(
+                dataset, order, batch_size, drop_last=drop_last, workers=config.num_workers, on_gpu=on_gpu
+            )
+        if split in self.dali_loaders:  # Lightning asks for another one when it reloads
+            self._bad_images[split] |= self._refused(split)
+            self.dali_loaders[split].close()
+        loader = dali_loader(dataset, order, batch_size, drop_last=drop_last, device=device, config=config.dali)
+        self.dali_loaders[split] = loader
+        return loader
+
+    def _refused(self, split: str) -> set[int]:
+        loader = self.dali_loaders.get(split)
+        return set(loader.samples.faults) if loader is not None and isinstance(loader.samples, UsableSamples) else set()
 
     def _rank(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ CacheKind = Literal["none", "ram"]
 MASK64 = 2**64 - 1
 MAX_UNUSABLE_IN_A_ROW = 100
 UNKNOWN, CACHED, UNUSABLE = 0, 1, 2
+BLANK = -1
 
 
 class DetectionDataset(Dataset[Batch]):
@@ -91,6 +92,11 @@ class DetectionDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.detection_set.images)
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether resized images are kept."""
+        return self._cache is not None
+
     def __getitem__(self, key: SampleKey | int) -> Batch:
         return {name: values[0] for name, values in self.__getitems__([key]).items()}
 
@@ -100,31 +106,43 @@ class DetectionDataset(Dataset[Batch]):
         A plain index stands for epoch 0.
         """
         visits = [key if isinstance(key, tuple) else SampleKey(0, int(key)) for key in keys]
+        visits = [SampleKey(epoch, range(len(self))[index]) for epoch, index in visits]
         images = torch.empty((len(visits), 3, *self.image_size), dtype=torch.uint8)
         shown = np.empty(len(visits), dtype=np.int64)
-        bad = np.full(len(visits), -1, dtype=np.int64)
-        flipped = np.zeros(len(visits), dtype=np.bool_)
-        for row, (epoch, index) in enumerate(visits):
-            index = range(len(self))[index]
+        flipped = self.flipped(visits)
+        for row, (_, index) in enumerate(visits):
             shown[row], pixels = self._usable(index)
-            if pixels is None or shown[row] != index:
-                bad[row] = index
-            flipped[row] = self.augment and flips(self.seed, epoch, index)
             if pixels is None:
-                images[row] = 0
+                shown[row], images[row] = BLANK, 0
             else:
                 images[row] = pixels.flip(-1) if flipped[row] else pixels
-        blank = (bad >= 0) & (shown == bad)
-        boxes, labels, count = self._targets.padded(np.where(blank, -1, shown), flipped, self.max_boxes)
-        sizes = self.detection_set.images.sizes[shown, ::-1].astype(np.int64)
+        targets = self.targets(visits, shown, flipped)
+        return {"images": images, **{name: torch.from_numpy(values) for name, values in targets.items()}}
+
+    def flipped(self, visits: Sequence[SampleKey]) -> NDArray[np.bool_]:
+        """Return for each visit whether its image is mirrored."""
+        return np.array([self.augment and flips(self.seed, *visit) for visit in visits], dtype=np.bool_)
+
+    def targets(
+        self, visits: Sequence[SampleKey], shown: NDArray[np.int64], flipped: NDArray[np.bool_]
+    ) -> dict[str, NDArray[Any]]:
+        """Return all of a batch but its images (see `collate`).
+
+        Args:
+            visits: of the batch, whose indices are not negative.
+            shown: (B,) index of the image that is shown, `BLANK` for none.
+            flipped: (B,) of the visits.
+        """
+        index = np.array([visit.index for visit in visits], dtype=np.int64)
+        boxes, labels, count = self._targets.padded(shown, flipped, self.max_boxes)
+        image_id = np.where(shown == BLANK, index, shown)
         return {
-            "images": images,
-            "boxes": torch.from_numpy(boxes),
-            "labels": torch.from_numpy(labels),
-            "box_count": torch.from_numpy(count),
-            "image_id": torch.from_numpy(shown),
-            "original_size": torch.from_numpy(sizes),
-            "bad_image_id": torch.from_numpy(bad),
+            "boxes": boxes,
+            "labels": labels,
+            "box_count": count,
+            "image_id": image_id,
+            "original_size": self.detection_set.images.sizes[image_id, ::-1].astype(np.int64),
+            "bad_image_id": np.where(shown == index, BLANK, index),
         }
 
     def fault(self, index: int) -> str:
@@ -242,7 +260,7 @@ class _Targets:
     def padded(
         self, images: NDArray[np.int64], flipped: NDArray[np.bool_], max_boxes: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Return boxes, labels and counts of some images, by index; -1 stands for an image without boxes."""
+        """Return boxes, labels and counts of some images, by index; BLANK stands for an image without boxes."""
         boxes = np.zeros((len(images), max_boxes, 4), dtype=np.float32)
         labels = np.full((len(images), max_boxes), -1, dtype=np.int64)
         count = np.where(images < 0, 0, self.counts[images])

@@ -51,7 +51,13 @@ def load_image(path: str | Path, annotated_size: tuple[int, int] | None = None) 
     Raises:
         DataError: the file can't be read, is empty, cut off or no image, or has another size.
     """
-    data = _read(path)
+    return decode_image(path, read_file(path), annotated_size)
+
+
+def decode_image(
+    path: str | Path, data: NDArray[np.uint8], annotated_size: tuple[int, int] | None = None
+) -> UInt8[Tensor, "3 H W"]:
+    """Decode the bytes of an image file, as `load_image` does; the path is for its errors."""
     pixels, orientation = _decode(path, data)
     upright = _oriented(pixels, orientation)
     if annotated_size is None or upright.shape[1:] == annotated_size:
@@ -95,7 +101,8 @@ def _size(pixels: Tensor) -> str:
     return f"{pixels.shape[2]} x {pixels.shape[1]}"
 
 
-def _read(path: str | Path) -> NDArray[np.uint8]:
+def read_file(path: str | Path) -> NDArray[np.uint8]:
+    """Return the bytes of an image file, or raise DataError where there are none."""
     try:
         data = np.fromfile(path, dtype=np.uint8)
     except FileNotFoundError:

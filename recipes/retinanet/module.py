@@ -113,13 +113,13 @@ class RetinaNetTraining(pl.LightningModule):
         with torch.no_grad():
             detections = self.model.detect(self.model(batch["images"].to(self.device)))
         names = getattr(data, "class_names", ())
-        pictures = []
-        for index in range(len(batch["images"])):
+        pictures, images = [], batch["images"].cpu()
+        for index in range(len(images)):
             boxes, scores, labels = (part[index].cpu() for part in detections[:3])
             good = scores >= SAMPLE_SCORE
             pictures.append(
                 draw_detections(
-                    batch["images"][index], boxes[good], labels[good], scores[good], names, batch["boxes"][index]
+                    images[index], boxes[good], labels[good], scores[good], names, batch["boxes"][index].cpu()
                 )
             )
             pictures[-1].save(folder / f"detections-{index:02}.png")

@@ -1,0 +1,60 @@
+"""The two loaders of a detection dataset: torch's, which is the reference, and DALI's, with the same batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fasttrain.callbacks import DALIConfig, DALILoader, DetectionGraph, UsableSamples, WhenBad
+from fasttrain.environment import usable_cores
+from fasttrain.order import EpochOrder, ResumableLoader, SampleKey
+from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
+from fasttrain.recipes.retinanet.encoded import EncodedImages
+
+
+def torch_loader(
+    dataset: DetectionDataset, order: EpochOrder, batch_size: int, *, drop_last: bool, workers: int | None, on_gpu: bool
+) -> ResumableLoader:
+    """Return batches of the CPU, made by `workers` processes; None is what this machine has to spare."""
+    cores = usable_cores()
+    if workers is None:
+        # A cache in memory fills in this process; on few cores workers take from the step what they give.
+        workers = 0 if dataset.is_cached or cores <= 4 else min(16, cores - 1)
+    return ResumableLoader(
+        dataset,
+        order,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=on_gpu,
+        persistent_workers=workers > 0,
+    )
+
+
+def dali_loader(
+    dataset: DetectionDataset,
+    order: EpochOrder,
+    batch_size: int,
+    *,
+    drop_last: bool,
+    device: torch.device,
+    config: DALIConfig,
+) -> DALILoader:
+    """Return the same batches on a device, images in channels_last, without processes.
+
+    They stay uint8: normalizing is the model's, a captured step's first kernels, and floats would be twice the bytes.
+    """
+    files = EncodedImages(dataset.detection_set.images)
+    when_bad: WhenBad = "error" if dataset.on_bad_image == "error" else "substitute" if dataset.substitute else "blank"
+    samples = UsableSamples(files, when_bad, prepare=files.prepare, rescue=files.decoded)
+
+    def targets(keys: Sequence[SampleKey]) -> dict[str, NDArray[Any]]:
+        flipped = dataset.flipped(keys)
+        shown = samples.shown[np.array([key.index for key in keys], dtype=np.int64)]
+        return {"flipped": flipped, **dataset.targets(keys, shown, flipped)}
+
+    graph = DetectionGraph(targets, dataset.image_size, config)
+    return DALILoader(samples, graph, order, batch_size, drop_last=drop_last, device=device, config=config)
