@@ -36,48 +36,48 @@ class ImageHeader:
 
 def image_header(data: NDArray[np.uint8]) -> ImageHeader | None:
     """Return what a file's bytes, (length,) uint8, say of it; None for other formats, uncommon kinds and damage."""
-    head = data[:SEARCHED_BYTES].tobytes()
+    view = memoryview(data)
     try:
-        if head.startswith(JPEG):
-            return _of_jpeg(head, data)
-        if head.startswith(PNG):
-            return _of_png(head, data)
+        if view[: len(JPEG)] == JPEG:
+            return _of_jpeg(view)
+        if view[: len(PNG)] == PNG:
+            return _of_png(view)
     except (struct.error, IndexError):  # it ends before its header does
         pass
     return None
 
 
-def _of_jpeg(head: bytes, data: NDArray[np.uint8]) -> ImageHeader | None:
+def _of_jpeg(data: memoryview) -> ImageHeader | None:
     orientation, place = 1, 2
-    while head[place] == 0xFF:
-        kind = head[place + 1]
+    while data[place] == 0xFF:
+        kind = data[place + 1]
         if kind == 0xFF:  # a fill byte
             place += 1
             continue
-        (length,) = struct.unpack_from(">H", head, place + 2)
+        (length,) = struct.unpack_from(">H", data, place + 2)
         if kind in SIZE_SEGMENTS:
-            bits, height, width, components = struct.unpack_from(">BHHB", head, place + 4)
+            bits, height, width, components = struct.unpack_from(">BHHB", data, place + 4)
             if bits != 8 or components not in (1, 3) or not height:
                 return None
-            return ImageHeader(height, width, orientation, data[-2:].tobytes() == END_OF_JPEG)
+            return ImageHeader(height, width, orientation, data[-2:] == END_OF_JPEG)
         if kind == START_OF_SCAN or length < 2:
             return None
-        if kind == APP1 and head.startswith(EXIF, place + 4):
-            orientation = _orientation(head[place + 10 : place + 2 + length])
+        if kind == APP1 and data[place + 4 : place + 10] == EXIF:
+            orientation = _orientation(data[place + 10 : place + 2 + length])
         place += 2 + length
     return None
 
 
-def _of_png(head: bytes, data: NDArray[np.uint8]) -> ImageHeader | None:
-    width, height, bits = struct.unpack_from(">IIB", head, 16)
-    if bits > 8 or b"eXIf" in head:
+def _of_png(data: memoryview) -> ImageHeader | None:
+    width, height, bits = struct.unpack_from(">IIB", data, 16)
+    if bits > 8 or b"eXIf" in data[:SEARCHED_BYTES].tobytes():
         return None
-    return ImageHeader(height, width, 1, data[-8:].tobytes() == END_OF_PNG)
+    return ImageHeader(height, width, 1, data[-8:] == END_OF_PNG)
 
 
-def _orientation(tiff: bytes) -> int:
+def _orientation(tiff: memoryview) -> int:
     """Return the orientation in an EXIF block, 1 where there is none or the block is damaged."""
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    order = {b"II": "<", b"MM": ">"}.get(bytes(tiff[:2]))
     if order is None:
         return 1
     try:

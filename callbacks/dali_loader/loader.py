@@ -44,6 +44,7 @@ class DALILoader(Resumable):
     """
 
     batch_size: int
+    batch_sampler = None  # Lightning looks here first for the sampler
 
     def __init__(
         self,

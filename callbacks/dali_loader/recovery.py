@@ -4,6 +4,7 @@ DALI fails a whole batch, often without saying at which sample. So the samples a
 file.
 """
 
+import re
 from collections.abc import Callable, Mapping
 
 from fasttrain.callbacks.dali_loader.encoded import EncodedSamples
@@ -12,6 +13,7 @@ from fasttrain.callbacks.dali_loader.reading import HostBatch
 from fasttrain.callbacks.dali_loader.usable import ReplacesBad
 from fasttrain.errors import DataError
 
+IN_A_DECODER = re.compile(r"operator `[\w.]*decoders\.")
 REASON_BEFORE, REASON_AFTER = "encountered:", "Current pipeline object"
 
 
@@ -20,6 +22,9 @@ def refused_samples(batch: HostBatch, one_at_a_time: Callable[[], GraphPipeline]
 
     Args:
         one_at_a_time: makes a pipeline for single samples; one that has failed is of no more use.
+
+    Raises:
+        RuntimeError: DALI's, where another operator than a decoder fails: no file is to be blamed for it.
     """
     refused: dict[int, str] = {}
     pipeline = one_at_a_time()
@@ -28,6 +33,8 @@ def refused_samples(batch: HostBatch, one_at_a_time: Callable[[], GraphPipeline]
             pipeline.feed(batch.only(place))
             pipeline.take()
         except RuntimeError as error:
+            if not IN_A_DECODER.search(str(error)):
+                raise
             refused[key.index] = _reason(error)
             pipeline = one_at_a_time()
     return refused
