@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from encoded_pictures import NotesKeys, PictureData
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import Bottleneck
@@ -121,4 +122,6 @@ class Texts(pl.LightningDataModule):
 
 def made_for(room: str) -> tuple[pl.LightningModule, pl.LightningDataModule]:
     """Return a module and data in which a room finds something to do."""
+    if room == "dali_loader":
+        return NotesKeys(), PictureData()
     return (Words(), Texts()) if room == "sequence_packing" else (Module(), Data())
