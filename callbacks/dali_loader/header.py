@@ -36,7 +36,7 @@ class ImageHeader:
 
 def image_header(data: NDArray[np.uint8]) -> ImageHeader | None:
     """Return what a file's bytes, (length,) uint8, say of it; None for other formats, uncommon kinds and damage."""
-    view = memoryview(data)
+    view = data.data
     try:
         if view[: len(JPEG)] == JPEG:
             return _of_jpeg(view)

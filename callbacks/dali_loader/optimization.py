@@ -37,21 +37,21 @@ class DALILoaderOptimization(Optimization[DALIConfig]):
         self.data: Any = None
 
     def check(self, context: Context) -> Verdict:
-        """Refuse where the data module has no such loaders, DALI isn't installed, or there is no GPU to decode."""
+        """Refuse where the data module has no such loaders, there is no GPU to decode, or DALI isn't installed."""
         if not isinstance(context.data, OffersDALI):
             return Refuses(
                 f"{type(context.data).__name__} offers no DALI loaders: it has no `with_dali_loader`, which this "
                 "room's README describes"
             )
-        try:
-            require_dali()
-        except MissingDependencyError as error:
-            return Refuses(str(error).removesuffix("."))
         if context.hardware.kind != "gpu":
             return Refuses(
                 "on a CPU DALI decodes no faster than the torch loader, and to decode elsewhere it would need an "
                 "NVIDIA GPU; data.loader=dali uses it all the same"
             )
+        try:
+            require_dali()
+        except MissingDependencyError as error:
+            return Refuses(str(error).removesuffix("."))
         return Applies(f"decoding on {context.hardware.device}, {self.config.threads} threads beside it; not measured")
 
     def attach(self, context: Context) -> Attachment:

@@ -1,5 +1,7 @@
 """The set's image files as DALI takes them: bytes that it decodes to the pixels that `images.load_image` gives."""
 
+import os
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,18 +14,18 @@ class EncodedImages:
     """The files of an image table. What DALI might decode otherwise, or not at all, is decoded here."""
 
     def __init__(self, images: ImageTable) -> None:
-        self.images = images
+        self.images, self._folder = images, str(images.folder)
 
     def __len__(self) -> int:
         return len(self.images)
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return the whole file, (length,) uint8, or raise DataError."""
-        return read_file(self.images[index].path)
+        return read_file(self.name(index))
 
     def name(self, index: int) -> str:
         """Return the file's path."""
-        return str(self.images[index].path)
+        return os.path.join(self._folder, self.images.name(index))  # a Path takes as long as a small file
 
     def prepare(self, index: int, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the file's bytes, or its pixels as a PPM where its head shows something uncommon.
