@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,17 @@ def test_skip_means_what_it_means_for_the_torch_loader(tmp_path: Path, kind: str
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------
+
+
+def test_device_and_share_are_the_trainers(tmp_path: Path) -> None:
+    _, ours = both(write_set(tmp_path / "set", PLAIN_FILES), batch_size=2)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 1))
+    ours.trainer = SimpleNamespace(strategy=strategy, global_rank=1, world_size=3)  # type: ignore[assignment]
+    for loader, length in ((ours.train_dataloader(), 1), (ours.val_dataloader(), 2)):
+        assert isinstance(loader, DALILoader)
+        assert loader.device == torch.device("cuda", 1)
+        assert (loader.order.rank, loader.order.num_replicas) == (1, 3)
+        assert len(loader) == length
 
 
 def test_a_cache_is_the_torch_loaders_own() -> None:

@@ -42,6 +42,8 @@ class GraphPipeline:
         self.held: deque[HostBatch] = deque()
         """Batches that were fed and not taken, whose bytes DALI reads where they lie."""
         self._depth, self._runs = config.prefetch, False
+        # DALI reads bytes where they lie, and outputs that are bound to a stream come before the device is done.
+        self._taken: deque[HostBatch] = deque(maxlen=config.prefetch)
         self._pipe = self._define(graph, batch_size, config)
         if device.type == "cuda":
             _preallocate(self._pipe.device_id, config)
@@ -71,14 +73,14 @@ class GraphPipeline:
         batch = {
             name: self._to_torch(output, self.casts.get(name)) for name, output in zip(self.names, outputs, strict=True)
         }
-        self.held.popleft()
+        self._taken.append(self.held.popleft())
         return batch
 
     def drain(self) -> None:
         """Throw away what was fed and not taken."""
         while self.held:
             self._outputs()
-            self.held.popleft()
+            self._taken.append(self.held.popleft())
 
     def _define(self, graph: LoaderGraph, batch_size: int, config: DALIConfig) -> Any:
         from nvidia.dali import Pipeline, fn
