@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from fasttrain.bench import Case
-from fasttrain.callbacks.dali_loader.bench_photos import detection_files, photos
+from fasttrain.callbacks.dali_loader.bench_annotations import detection_files
+from fasttrain.callbacks.dali_loader.bench_images import photo_like_jpegs
 from fasttrain.callbacks.dali_loader.config import DALIConfig
-from fasttrain.environment import usable_cores
+from fasttrain.environment import cache_folder, usable_cores
 from fasttrain.measure import Row, make_row, synchronize
 from fasttrain.order import EpochOrder
 from fasttrain.recipes.retinanet.coco import read_annotations
@@ -20,6 +21,7 @@ from fasttrain.recipes.retinanet.loaders import dali_loader, torch_loader
 ROOM = "dali_loader"
 HEIGHT, WIDTH, SIZE, BATCH = 768, 1024, (800, 800), 32
 FIRST = 50
+FILES, QUALITY = 256, 75  # 215 kB a file
 DETECTION = DALIConfig(num_threads=12, prefetch=3, hw_decoder_load=0.9, image_size_hint=(HEIGHT, WIDTH))
 PREALLOCATED = DALIConfig(
     num_threads=12, prefetch=3, hw_decoder_load=0.9, image_size_hint=(HEIGHT, WIDTH),
@@ -114,7 +116,7 @@ def first_batches_ms(config: DALIConfig, batches: int) -> list[float]:
 
 def detection_set(images: int = 12800) -> tuple[DetectionDataset, EpochOrder]:
     """Return a set of so many images, the same few files over and over, which are then in the page cache."""
-    paths = photos(HEIGHT, WIDTH)
+    paths = photo_like_jpegs(cache_folder() / "bench-images", FILES, (WIDTH, HEIGHT), QUALITY)
     annotations = detection_files(paths, HEIGHT, WIDTH, images)
     found = read_annotations(annotations, paths[0].parent)
     dataset = DetectionDataset(found, SIZE, 1000, augment=True)

@@ -10,16 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fasttrain.callbacks.dali_loader.jpeg import SOI, jpeg_frame
 from fasttrain.errors import DataError
 
 HEAD_BYTES = 4096  # holds the frame header of most JPEGs; those with a thumbnail or a colour profile have it later
 LONG_HEAD_BYTES = 2**18
-
-START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # the three are tables and an extension
-WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
-END_OR_SCAN = frozenset({0xD9, 0xDA})
-APP1 = 0xE1
-EXIF_ORIENTATION = 0x0112
 
 UNKNOWN = (0, 0)
 
@@ -32,7 +27,7 @@ def image_size(head: Callable[[int], bytes]) -> tuple[int, int]:
     """
     for count in (HEAD_BYTES, LONG_HEAD_BYTES, 2**62):
         data = head(count)
-        if data[:2] != b"\xff\xd8":
+        if data[:2] != SOI:
             return _size_by_pillow(head(2**62))
         try:
             found = _jpeg_size(data)
@@ -77,47 +72,11 @@ class ImageSizes:
 
 
 def _jpeg_size(head: bytes) -> tuple[int, int] | None:
-    """Return width and height, None if the frame header lies beyond these bytes; ValueError for no JPEG."""
-    at, turned = 2, False
-    while at + 4 <= len(head):
-        if head[at] != 0xFF:
-            raise ValueError("no marker")
-        marker = head[at + 1]
-        if marker == 0xFF or marker in WITHOUT_LENGTH:
-            at += 1 if marker == 0xFF else 2
-            continue
-        if marker in END_OR_SCAN:
-            raise ValueError("no frame header")
-        end = at + 2 + int.from_bytes(head[at + 2 : at + 4])
-        if marker in START_OF_FRAME or marker == APP1:
-            if end > len(head):
-                return None
-            segment = head[at + 4 : end]
-            if marker != APP1:
-                height, width = int.from_bytes(segment[1:3]), int.from_bytes(segment[3:5])
-                if not width or not height:
-                    raise ValueError("no size in the frame header")
-                return (height, width) if turned else (width, height)
-            turned = turned or _exif_turns(segment)
-        at = end
-    return None
-
-
-def _exif_turns(segment: bytes) -> bool:
-    """Tell whether an APP1 segment is an EXIF block whose orientation exchanges rows and columns (5 to 8)."""
-    if segment[:6] != b"Exif\0\0":
-        return False
-    tiff = segment[6:]
-    order = "little" if tiff[:2] == b"II" else "big"
-
-    def number(at: int, count: int) -> int:
-        return int.from_bytes(tiff[at : at + count], order)  # type: ignore[arg-type]
-
-    entries = number(4, 4)
-    for entry in range(entries + 2, entries + 2 + 12 * number(entries, 2), 12):
-        if number(entry, 2) == EXIF_ORIENTATION:
-            return 5 <= number(entry + 8, 2) <= 8
-    return False
+    """Return width and height, None if the frame lies beyond these bytes; ValueError for damage."""
+    frame = jpeg_frame(head)
+    if frame is None:
+        return None
+    return (frame.height, frame.width) if frame.orientation >= 5 else (frame.width, frame.height)
 
 
 def _size_by_pillow(data: bytes) -> tuple[int, int]:
