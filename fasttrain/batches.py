@@ -1,7 +1,8 @@
 """Batches of any structure: walking through their tensors, changing them, and telling what shape they have.
 
-Mappings, sequences, named tuples and dataclasses are looked into, at any depth; everything else is a leaf. Of a
-dataclass all attributes count, also those that are no fields: what it computed of its fields belongs to the batch.
+Mappings, sequences, named tuples and dataclasses are looked into, at any depth; everything else is a leaf, torch's
+PackedSequence too, whose lengths belong on the host. Of a dataclass all attributes count, also those that are no
+fields: what it computed of its fields belongs to the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -47,6 +48,8 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         other = copy(batch)  # a subclass of dict may need more than its items to be made
         other.update(made)
         return other
+    if isinstance(batch, PackedSequence):
+        return batch
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)) and not isinstance(batch, torch.Size):
@@ -73,6 +76,8 @@ def named_tensors(batch: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     parts: Any = ()
     if isinstance(batch, Mapping):
         parts = batch.items()
+    elif isinstance(batch, PackedSequence):
+        return
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         parts = zip(batch._fields, batch, strict=True)
     elif isinstance(batch, (list, tuple)):

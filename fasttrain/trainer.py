@@ -5,6 +5,7 @@ Written against Lightning 2.6; `tests/test_trainer.py` fails when one of these i
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -107,31 +108,63 @@ def transform_batches(trainer: pl.Trainer, transform: BatchTransform) -> None:
     Lightning has no public place for this that a callback may use: its data hooks belong to the module or the data
     module, of which only one is heard. Asked for twice with the same function it acts once.
     """
-    strategy: Any = trainer.strategy
-    transforms: list[BatchTransform] | None = vars(strategy).get("_fasttrain_transforms")
-    if transforms is None:
-        transforms = strategy._fasttrain_transforms = []
-        plain = strategy.batch_to_device
-
-        def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-            batch = plain(batch, device=device, dataloader_idx=dataloader_idx)
-            for each in transforms:
-                batch = each(batch)
-            return batch
-
-        strategy.batch_to_device = batch_to_device
+    transforms = _around_transfer(trainer).after
     if transform not in transforms:
         transforms.append(transform)
 
 
+def exchange_batches(trainer: pl.Trainer, exchange: BatchTransform) -> Callable[[], None]:
+    """Apply `exchange` to every batch before Lightning moves it to the device; return what ends that.
+
+    It comes after `on_before_batch_transfer`. What it returns is moved as usual; tensors on the device stay.
+    """
+    exchanges = _around_transfer(trainer).before
+    exchanges.append(exchange)
+    return lambda: exchanges.remove(exchange) if exchange in exchanges else None
+
+
+def layout_transforms(trainer: pl.Trainer) -> list[BatchTransform]:
+    """Return those functions given to `transform_batches` that leave values as they are, in order."""
+    return [each for each in _around_transfer(trainer).after if getattr(each, "changes_only_layout", False)]
+
+
 def changes_only_layout(trainer: pl.Trainer) -> bool:
-    """Whether what `transform_batches` was given leaves all values as they are.
+    """Whether a batch reaches the device with all its values, by nobody's doing but Lightning's and such transforms'.
 
     A transform says so by an attribute `changes_only_layout`.
     """
-    transforms = vars(trainer.strategy).get("_fasttrain_transforms") or []
-    is_patched = "batch_to_device" in vars(trainer.strategy)
-    return (not is_patched or bool(transforms)) and all(getattr(t, "changes_only_layout", False) for t in transforms)
+    around: _AroundTransfer | None = vars(trainer.strategy).get("_fasttrain_around_transfer")
+    if around is None:
+        return "batch_to_device" not in vars(trainer.strategy)
+    return not around.before and all(getattr(each, "changes_only_layout", False) for each in around.after)
+
+
+@dataclass
+class _AroundTransfer:
+    """What a strategy's `batch_to_device` does before and after Lightning's own part."""
+
+    before: list[BatchTransform] = field(default_factory=list)
+    after: list[BatchTransform] = field(default_factory=list)
+
+
+def _around_transfer(trainer: pl.Trainer) -> _AroundTransfer:
+    strategy: Any = trainer.strategy
+    around: _AroundTransfer | None = vars(strategy).get("_fasttrain_around_transfer")
+    if around is not None:
+        return around
+    made = strategy._fasttrain_around_transfer = _AroundTransfer()
+    plain = strategy.batch_to_device
+
+    def batch_to_device(batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        for each in made.before:
+            batch = each(batch)
+        batch = plain(batch, device=device, dataloader_idx=dataloader_idx)
+        for each in made.after:
+            batch = each(batch)
+        return batch
+
+    strategy.batch_to_device = batch_to_device
+    return made
 
 
 def build_ddp_on(trainer: pl.Trainer, stream: torch.cuda.Stream) -> None:
