@@ -22,6 +22,7 @@ from fasttrain.callbacks.dali_loader import (
     portable_pixmap,
     require_dali,
 )
+from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher, DevicePrefetchOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
@@ -51,6 +52,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "conv_bias_relu": ConvBiasReLUOptimization,
     "cuda_graph_step": CUDAGraphStepOptimization,
     "dali_loader": DALILoaderOptimization,
+    "device_prefetch": DevicePrefetchOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
@@ -83,6 +85,9 @@ __all__ = [
     "DALILoader",
     "DALILoaderOptimization",
     "DetectionGraph",
+    "DeviceBatches",
+    "DevicePrefetchOptimization",
+    "DevicePrefetcher",
     "DropoutAddLayerNorm",
     "EncodedFiles",
     "FeedForward",

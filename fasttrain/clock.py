@@ -55,7 +55,7 @@ def _classify(action_name: str) -> str | None:
         return "data_wait"
     if action_name.startswith("[Strategy]") and action_name.endswith(".batch_to_device"):
         return "host_to_device"
-    if action_name == "run_training_batch":
+    if action_name == "run_training_batch" or action_name.endswith(".wait_for_step"):
         return "step"
     if action_name == "save_checkpoint":
         return "checkpoint"
