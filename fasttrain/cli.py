@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from fasttrain.cli_bench import bench_app
+from fasttrain.cli_parts import Overrides, RecipeName, wide_console
 from fasttrain.errors import ConfigError, FasttrainError
 
 app = typer.Typer(
@@ -24,20 +26,12 @@ app = typer.Typer(
     [bold]fasttrain explain retinanet[/]                     every value, where it came from, and the plan
     [bold]fasttrain doctor retinanet[/]                      what keeps the step from being captured as a CUDA graph
     [bold]fasttrain tune retinanet[/]                       which modules pay to be fused on this GPU, measured and kept
+    [bold]fasttrain bench data retinanet[/]                  whether it waits for its data, and what would help
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )
+app.add_typer(bench_app, name="bench")
 
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Override any value: data.batch_size=8, trainer.max_epochs=3, module.levels='[3,4,5]', "
-        "optimizations.channels_last=false, optimizations=none. `fasttrain explain RECIPE` lists the keys.",
-        show_default=False,
-    ),
-]
-RecipeName = Annotated[str, typer.Argument(help="A recipe's file, or the name of one that comes with fasttrain.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -109,7 +103,7 @@ def explain(recipe: RecipeName, overrides: Overrides = None) -> None:
     from fasttrain.run import prepare
 
     resolved = resolve(find_recipe(recipe), overrides or [])
-    show(resolved, prepare(resolved, CATALOGUE).plan, _wide_console())
+    show(resolved, prepare(resolved, CATALOGUE).plan, wide_console())
 
 
 @app.command()
@@ -125,7 +119,7 @@ def doctor(recipe: RecipeName, overrides: Overrides = None) -> None:
     from fasttrain.recipe import find_recipe, resolve
 
     resolved = resolve(find_recipe(recipe), overrides or [])
-    if not run_doctor(resolved, examine, UNSEEN_ON_CPU, _wide_console()):
+    if not run_doctor(resolved, examine, UNSEEN_ON_CPU, wide_console()):
         raise typer.Exit(1)
 
 
@@ -153,7 +147,7 @@ def tune(
 
     resolved = resolve(find_recipe(recipe), overrides or [])
     options: dict[str, Any] = {"budget_seconds": budget, "again": again, "every": every}
-    if not run_tune(resolved, CATALOGUE, _wide_console(), **options):
+    if not run_tune(resolved, CATALOGUE, wide_console(), **options):
         raise typer.Exit(130)
 
 
@@ -195,45 +189,6 @@ def report(
 
 
 @app.command()
-def bench(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SUBJECT[/CASE]]...", help="Rooms or recipes.", show_default=False)
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="CSV file to append the rows to.", show_default=False)] = None,
-    show: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
-) -> None:
-    """Measure rooms and recipes: plain, ours, peers and the floor, side by side on this machine."""
-    import torch
-
-    from fasttrain.bench import choose_cases, find_cases, run_cases
-    from fasttrain.callbacks import CATALOGUE
-    from fasttrain.measure import write_rows
-    from fasttrain.recipe import recipe_names
-
-    console = _wide_console()
-    packages = [f"fasttrain.callbacks.{name}" for name in CATALOGUE]
-    packages += [f"fasttrain.recipes.{name}" for name in recipe_names()]
-    cases = choose_cases(find_cases(packages), names or [])
-    if show:
-        for case in cases:
-            console.print(f"{case.subject}/{case.name}  {case.summary}", highlight=False)
-        return
-    if out is not None:
-        write_rows(out, [])  # a file that can't be written is better known before the measurements
-    for case, row in run_cases(cases, torch.cuda.is_available()):
-        if row is None:
-            console.print(f"{case.subject}/{case.name}: skipped, it needs a GPU", style="yellow", highlight=False)
-            continue
-        console.print(
-            f"{row.subject}/{row.case}  {row.variant:<10} {row.metric} {row.value:.4g} {row.unit} "
-            f"(p10 {row.p10:.4g}, p90 {row.p90:.4g}, {row.repeats} repeats) {row.note}",
-            highlight=False,
-        )
-        if out is not None:
-            write_rows(out, [row])  # at once: the next may take long, and not come to an end
-
-
-@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="Image folder: one folder a class, or what --annotations refers to.")],
     destination: Annotated[Path, typer.Argument(help="Folder for the shards; an interrupted conversion goes on.")],
@@ -269,11 +224,6 @@ def _root(
 
         typer.echo(__version__)
         raise typer.Exit
-
-
-def _wide_console() -> Console:
-    """Return a console; a file or pipe has no width to keep to, so what is searched for or copied stays on one line."""
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 
 
 def main(arguments: list[str] | None = None) -> Any:

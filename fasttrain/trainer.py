@@ -207,6 +207,12 @@ def stop_now(trainer: pl.Trainer) -> None:
     trainer.limit_val_batches = 0
 
 
+def train_without_end(trainer: pl.Trainer) -> None:
+    """Take away a fit's limits of epochs and steps once it has started; schedules have been made for them by then."""
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit_loop.epoch_loop.max_steps = -1
+
+
 def epoch_is_complete(trainer: pl.Trainer) -> bool:
     """Whether the batches of the current epoch have all been seen, as opposed to a stop in the middle."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())

@@ -29,6 +29,12 @@ def test_structures_are_looked_into_and_kept(make: Callable[[], Any]) -> None:
     assert len({place for place, _ in named_tensors(batch)}) == len(tensors)
 
 
+def test_packed_sequences_are_leaves() -> None:
+    batch = [nn.utils.rnn.pack_sequence([some(2), some(1)]), some(1)]
+    assert len(list(tensors_in(batch))) == 1
+    assert map_tensors(batch, torch.neg)[0] is batch[0], "its lengths may not leave the host"
+
+
 def test_a_copy_keeps_what_else_a_batch_holds() -> None:
     encoding = STRUCTURES["encoding"]()
     other = map_tensors(encoding, torch.clone)

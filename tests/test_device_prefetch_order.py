@@ -120,7 +120,7 @@ def run(streams: Queues, depth: int, shapes: list[int], layouts: bool) -> tuple[
     return expected, found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     depth=st.integers(1, 4),

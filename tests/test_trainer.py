@@ -283,6 +283,54 @@ def test_transform_batches_in_training_and_validation() -> None:
     assert torch.equal(plain.batches["train"][0][0], torch.ones(2, 2)), "no other Trainer is touched"
 
 
+def test_exchanged_before_the_transfer_and_not_after_it_has_ended() -> None:
+    order: list[str] = []
+
+    def note(name: str) -> Any:
+        def transform(batch: Any) -> Any:
+            order.append(name)
+            return batch
+
+        return transform
+
+    def layout(batch: Any) -> Any:
+        return batch
+
+    layout.changes_only_layout = True  # type: ignore[attr-defined]
+
+    class Exchanges(pl.Callback):
+        def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+            assert reach.changes_only_layout(trainer)
+            reach.transform_batches(trainer, layout)
+            assert reach.changes_only_layout(trainer)
+            assert reach.layout_transforms(trainer) == [layout]
+            self.end = reach.exchange_batches(trainer, note("before"))
+            assert not reach.changes_only_layout(trainer), "a batch may be another one by then"
+            reach.transform_batches(trainer, note("after"))
+            assert reach.layout_transforms(trainer) == [layout]
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                self.end()
+                self.end()
+
+    run(Exchanges(), max_epochs=1, max_steps=3, limit_val_batches=0)
+    assert order == ["before", "after", "before", "after", "after"]
+
+
+def test_without_an_end_a_fit_goes_on_past_its_limits() -> None:
+    class GoesOn(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            reach.train_without_end(trainer)
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            trainer.should_stop |= trainer.global_step == 40
+
+    for limits in ({"max_epochs": 1}, {"max_steps": 3}):
+        trainer, _ = run(GoesOn(), **limits)
+        assert trainer.global_step == 40
+
+
 def test_lightning_marks_what_the_clock_listens_for(tmp_path: Any) -> None:
     heard: set[str] = set()
 
