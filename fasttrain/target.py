@@ -1,7 +1,7 @@
 """Time to target: when the score was reached, after how many samples, and whether to stop there."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +23,8 @@ class StopAtTarget(pl.Callback):
         self.reached_at: dict[str, float] | None = None
         self.moment: Callable[[], dict[str, float]] = dict
         """Returns what else to note of the moment when the target is reached: seconds, samples."""
+        self.score_comes_later: Callable[[], bool] = lambda: False
+        """Whether the evaluation that ends now is scored elsewhere. Who sets it calls `judge` when the score is there."""
 
     @property
     def best(self) -> float | None:
@@ -36,6 +38,23 @@ class StopAtTarget(pl.Callback):
         """Whether a score is at least as good as the target. NaN is not."""
         return score >= self.target.value if self.target.mode == "max" else score <= self.target.value
 
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether the target is reached and the run is to end there."""
+        return self.reached_at is not None and self.target.stop
+
+    def judge(self, score: float, step: int, epoch: int, moment: Mapping[str, float] | None = None) -> None:
+        """Note the score of the weights after `step`, and whether it reaches the target first.
+
+        Args:
+            score: equal on all ranks.
+            step, epoch: of the evaluation, however late its score is.
+            moment: of the evaluation; None is now.
+        """
+        self.scores.append((step, score))
+        if self.reached_at is None and self.is_reached_by(score):
+            self.reached_at = {"step": step, "epoch": epoch, **(self.moment() if moment is None else moment)}
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge the score of this evaluation.
 
@@ -45,6 +64,8 @@ class StopAtTarget(pl.Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         found = trainer.callback_metrics.get(self.target.metric)
+        if found is None and self.score_comes_later():
+            return
         if found is None:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
             raise ConfigError(
@@ -53,15 +74,13 @@ class StopAtTarget(pl.Callback):
             )
         # Ranks differ where a module does not average its score over them; they must not differ about stopping.
         score = float(trainer.strategy.broadcast(float(found)))
-        self.scores.append((trainer.global_step, score))
-        if self.reached_at is None and self.is_reached_by(score):
-            self.reached_at = {"step": trainer.global_step, "epoch": trainer.current_epoch, **self.moment()}
-        if self.reached_at is not None and self.target.stop:
+        self.judge(score, trainer.global_step, trainer.current_epoch)
+        if self.is_to_stop:
             trainer.should_stop = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop before the first step of a resumed run whose target was reached already."""
-        if self.reached_at is not None and self.target.stop:
+        if self.is_to_stop:
             trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -431,11 +430,6 @@ def test_a_module_without_rows_is_refused() -> None:
     with pytest.raises(OptimizationError, match="async_scoring: Plain has no validation_rows and no ground_truth and"):
         fit(Plain(), AsyncCOCOScoring())  # type: ignore[arg-type]
 
-
-def test_several_processes_are_refused() -> None:
-    trainer: Any = SimpleNamespace(world_size=2)
-    with pytest.raises(OptimizationError, match="this run has 2 processes, and detections are gathered from one only"):
-        AsyncCOCOScoring().setup(trainer, Module(), "fit")
 
 
 @pytest.mark.parametrize("wrong", [{"most_in_flight": 0}, {"niceness": -1}, {"timeout_seconds": 0.0}, {"threads": 0}])

@@ -2,21 +2,21 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
 from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
+from fasttrain.callbacks.async_scoring.each_image_once import check_padding, leave_out_padding
 from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag
+from fasttrain.callbacks.async_scoring.history import Evaluation, plain_rows, rows_of, table_of
 from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
 from fasttrain.callbacks.async_scoring.late_target import LateTarget
+from fasttrain.callbacks.async_scoring.ranks import OneProcess, Ranks, SeveralProcesses
 from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
 from fasttrain.callbacks.async_scoring.scorer import AsyncScorer
 from fasttrain.errors import OptimizationError
@@ -25,19 +25,10 @@ from fasttrain.randomness import random_state, set_random_state
 from fasttrain.target import StopAtTarget
 from fasttrain.trainer import logging_step, validation_is_due
 
-COLUMNS = ("step", "epoch", "evaluated (s)", "score arrived (s)", "scoring (s)", "faults")
-
-
-@dataclass
-class _Evaluation:
-    """What is kept of an evaluation: where its scores belong, and when things happened, in seconds of the run."""
-
-    tag: Tag
-    logging_step: int
-    evaluated_seconds: float
-    arrived_seconds: float = float("nan")
-    scoring_seconds: float = float("nan")
-    faults: int = 0
+BATCHES_BETWEEN_LOOKS = 20
+"""Of several ranks, unless configured otherwise; in one process every batch."""
+PROGRESS_SECONDS = 10.0
+"""Between two lines of progress, and between two signs of life for ranks that wait for the first."""
 
 
 class AsyncCOCOScoring(pl.Callback):
@@ -46,14 +37,14 @@ class AsyncCOCOScoring(pl.Callback):
     In a fit it takes the place of the module's `on_validation_epoch_end`. The scores are logged under the step that was
     evaluated, `StopAtTarget` counts from there, and a `ModelCheckpoint` that monitors one of them keeps the weights of
     then. At the end of the fit what is still being scored is waited for. Training's random state is what it is
-    without evaluation.
+    without evaluation. Of several ranks the first scores the rows of all, and all take a score at the same step.
 
     Args:
         parameters: those of `AsyncScoringConfig`.
 
     Raises:
-        OptimizationError: at `setup`, when the module doesn't offer what `KeepsRows` asks for, or the run has several
-            processes; at the end of a fit, when an evaluation could not be scored and `on_failure` is "error".
+        OptimizationError: at `setup`, when the module doesn't offer what `KeepsRows` asks for; at the end of a fit,
+            when an evaluation could not be scored and `on_failure` is "error".
     """
 
     def __init__(self, **parameters: Any) -> None:
@@ -63,9 +54,10 @@ class AsyncCOCOScoring(pl.Callback):
         """Of training's thread, spent on handing over, waiting for room and taking scores."""
         self.scores: list[tuple[Tag, dict[str, float]]] = []
         """Those that have arrived, in order."""
-        self._evaluations: list[_Evaluation] = []
+        self._evaluations: list[Evaluation] = []
         self._lost: list[NotScored] = []
-        self._scorer: AsyncScorer | None = None
+        self._ranks: Ranks | None = None  # where there is something to score
+        self._scorer: AsyncScorer | None = None  # on the first rank
         self._watchers: list[LateTarget | LateCheckpoint] = []
         self._module: pl.LightningModule | None = None
         self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
@@ -86,38 +78,29 @@ class AsyncCOCOScoring(pl.Callback):
             return
         if not isinstance(pl_module, KeepsRows):
             raise OptimizationError(f"async_scoring: {why_not(pl_module)}; leave it out.")
-        if trainer.world_size > 1:
-            raise OptimizationError(
-                f"async_scoring: this run has {trainer.world_size} processes, and detections are gathered from one "
-                "only; leave it out, or train in one process."
-            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the scoring process, and take the module's place in scoring."""
         if not trainer.enable_validation:
             return
-        assert isinstance(pl_module, KeepsRows)
-        self._begun = time.perf_counter()
-        config = self.config
-        self._scorer = AsyncScorer(
-            pl_module.score_function(),
-            pl_module.ground_truth(),
-            most_in_flight=config.most_in_flight,
-            timeout_seconds=config.timeout_seconds,
-            niceness=config.niceness,
-            threads=config.threads,
-            tell=rank_zero_warn,
-        )
+        self._begun, self._lost = time.perf_counter(), []
+        ranks = self._ranks = SeveralProcesses() if trainer.world_size > 1 else OneProcess()
+        ranks.first(lambda: self._start_scorer(pl_module))
         for name in {name for _, scores in self.scores for name in scores}:  # an earlier fit's
             trainer.callback_metrics.pop(name, None)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, StopAtTarget):
                 self._watchers.append(LateTarget(callback, lambda: self._ending is not None))
             elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                self._watchers.append(LateCheckpoint(callback, lambda: self._ending))
+                self._watchers.append(LateCheckpoint(callback, lambda: self._ending, ranks.is_first))
         self._take_over(trainer, pl_module)
         self._go_on_with_unfinished(trainer)
         self.changes = [Change("on_validation_epoch_end", "scored in a process of its own, while training goes on")]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See that ranks evaluate each sample once."""
+        if trainer.world_size > 1 and self._ranks is not None:
+            leave_out_padding(trainer.val_dataloaders)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the scores that are still to come.
@@ -125,10 +108,10 @@ class AsyncCOCOScoring(pl.Callback):
         Raises:
             OptimizationError: one never came, and `on_failure` is "error".
         """
-        if self._scorer is None:
+        if self._ranks is None:
             return
-        for outcome in self._scorer.drain(partial(_say_progress, trainer)):
-            self._take(trainer, outcome)
+        self._drain(trainer, self._ranks)
+        self._ranks.close()
         if self.scores:
             late = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.scores[-1][1].items()}
             trainer.callback_metrics.update(late)
@@ -150,10 +133,11 @@ class AsyncCOCOScoring(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take scores that have arrived; before an evaluation, remember the random state."""
-        if self._scorer is None:
+        if self._ranks is None:
             return
-        if batch_idx % self.config.poll_every_n_batches == 0:
-            self._poll(trainer)
+        usual = 1 if trainer.world_size == 1 else BATCHES_BETWEEN_LOOKS
+        if batch_idx % (self.config.poll_every_n_batches or usual) == 0:
+            self._poll(trainer, self._ranks)
         # Lightning makes the evaluation's loader, which draws a seed, before any hook of the evaluation.
         if validation_is_due(trainer):
             self._random_state = random_state()
@@ -181,6 +165,8 @@ class AsyncCOCOScoring(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The same, where one evaluation follows another."""
         self._ending = None
+        if trainer.world_size > 1 and self._ranks is not None and not trainer.sanity_checking:
+            check_padding(trainer.val_dataloaders)
 
     # ---- what a checkpoint holds ------------------------------------------------------------------------------------
 
@@ -190,8 +176,8 @@ class AsyncCOCOScoring(pl.Callback):
         kept = self._scorer.unfinished() if self._scorer is not None and not saving_best else []
         unfinished = [
             {
-                "evaluation": _plain(next(e for e in self._evaluations if e.tag == tag)),
-                "rows": torch.from_numpy(rows),
+                "evaluation": self._evaluation(tag).plain(),
+                "rows": plain_rows(rows),
                 "moments": [w.moment_of(tag) for w in self._watchers if isinstance(w, LateTarget)],
             }
             for tag, rows in kept
@@ -199,29 +185,33 @@ class AsyncCOCOScoring(pl.Callback):
         waiting = {tag for tag, _ in kept}
         return {
             "seconds": self.seconds,
-            "evaluations": [_plain(e) for e in self._evaluations if e.tag not in waiting],
+            "evaluations": [e.plain() for e in self._evaluations if e.tag not in waiting],
             "unfinished": unfinished,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there; rows are scored once training begins."""
         self._seconds_before = float(state_dict["seconds"])
-        self._evaluations = [_evaluation(values) for values in state_dict["evaluations"]]
+        self._evaluations = [Evaluation.from_plain(values) for values in state_dict["evaluations"]]
         self._unfinished = list(state_dict["unfinished"])
 
     def table(self) -> Table:
         """Return what was evaluated when, and when its score arrived."""
-        rows = [
-            (e.tag.step, e.tag.epoch, *(round(s, 3) for s in (e.evaluated_seconds, e.arrived_seconds,
-             e.scoring_seconds)), e.faults)
-            for e in self._evaluations
-        ]  # fmt: skip
-        note = f"training stood still for {self.stalled_seconds:.3f} s in all"
-        if self._lost:
-            note += f"; {len(self._lost)} of {len(rows)} evaluations could not be scored"
-        return Table("evaluations and their scores", COLUMNS, rows, note)
+        return table_of(self._evaluations, self.stalled_seconds, len(self._lost))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _start_scorer(self, module: Any) -> None:
+        config = self.config
+        self._scorer = AsyncScorer(
+            module.score_function(),
+            module.ground_truth(),
+            most_in_flight=config.most_in_flight,
+            timeout_seconds=config.timeout_seconds,
+            niceness=config.niceness,
+            threads=config.threads,
+            tell=rank_zero_warn,
+        )
 
     def _take_over(self, trainer: pl.Trainer, pl_module: Any) -> None:
         def on_validation_epoch_end() -> None:
@@ -232,21 +222,30 @@ class AsyncCOCOScoring(pl.Callback):
         self._module = pl_module
         pl_module.on_validation_epoch_end = on_validation_epoch_end
 
-    def _hand_over(self, trainer: pl.Trainer, rows: Sequence[NDArray[Any]]) -> None:
-        assert self._scorer is not None
+    def _hand_over(self, trainer: pl.Trainer, parts: Sequence[NDArray[Any]]) -> None:
+        ranks = self._ranks
+        assert ranks is not None
         begun = time.perf_counter()
         tag = Tag(trainer.global_step, trainer.current_epoch, len(self._evaluations))
-        self._evaluations.append(_Evaluation(tag, logging_step(trainer), self.seconds))
+        self._evaluations.append(Evaluation(tag, logging_step(trainer), self.seconds))
         for watcher in self._watchers:
             watcher.expect(trainer, tag)
         self._ending = tag
-        self._scorer.submit(rows, tag)
+        while not ranks.first(lambda: self._scoring.wait_for_room(tag, PROGRESS_SECONDS)):
+            pass  # all ranks wait here, and not in the next step's collectives
+        rows = ranks.gather(parts)
+        if self._scorer is not None:
+            self._scorer.submit(rows, tag)
         self.stalled_seconds += time.perf_counter() - begun
 
+    @property
+    def _scoring(self) -> AsyncScorer:
+        assert self._scorer is not None, "the first rank has one"
+        return self._scorer
+
     def _go_on_with_unfinished(self, trainer: pl.Trainer) -> None:
-        assert self._scorer is not None
         for kept in self._unfinished:
-            evaluation = _evaluation(kept["evaluation"])
+            evaluation = Evaluation.from_plain(kept["evaluation"])
             self._evaluations.append(evaluation)
             for watcher in self._watchers:
                 if isinstance(watcher, LateCheckpoint):
@@ -254,18 +253,42 @@ class AsyncCOCOScoring(pl.Callback):
             targets = [watcher for watcher in self._watchers if isinstance(watcher, LateTarget)]
             for target, moment in zip(targets, kept["moments"], strict=False):
                 target.expect(trainer, evaluation.tag, moment)
-            self._scorer.submit(np.ascontiguousarray(kept["rows"].numpy()), evaluation.tag)
+            if self._scorer is not None:
+                self._scorer.submit(rows_of(kept["rows"]), evaluation.tag)
         self._unfinished = []
 
-    def _poll(self, trainer: pl.Trainer) -> None:
-        assert self._scorer is not None
+    def _poll(self, trainer: pl.Trainer, ranks: Ranks) -> None:
         begun = time.perf_counter()
-        for outcome in self._scorer.poll():
-            self._take(trainer, outcome)
+        if count := ranks.announced(self._scorer.arrived if self._scorer is not None else 0):
+            for outcome in ranks.first(lambda: self._scoring.poll(count)):
+                self._take(trainer, outcome)
         self.stalled_seconds += time.perf_counter() - begun
 
+    def _drain(self, trainer: pl.Trainer, ranks: Ranks) -> None:
+        """Wait for all scores, with a line of progress now and then."""
+
+        def wait(seconds: float) -> tuple[list[Outcome], int]:
+            self._scoring.wait(seconds)
+            outcomes = self._scoring.poll()
+            return outcomes, self._scoring.outstanding
+
+        begun, done, seconds = time.perf_counter(), 0, 0.0
+        while True:
+            outcomes, left = ranks.first(lambda: wait(seconds))  # noqa: B023 - it is called at once
+            done, seconds = done + len(outcomes), PROGRESS_SECONDS
+            if done + left:
+                waited = time.perf_counter() - begun
+                _say(trainer, f"scoring: {done} of {done + left} evaluations done after {waited:.0f} s")
+            for outcome in outcomes:
+                self._take(trainer, outcome)
+            if not left:
+                return
+
+    def _evaluation(self, tag: Tag) -> Evaluation:
+        return next(evaluation for evaluation in self._evaluations if evaluation.tag == tag)
+
     def _take(self, trainer: pl.Trainer, outcome: Outcome) -> None:
-        evaluation = next(e for e in self._evaluations if e.tag == outcome.tag)
+        evaluation = self._evaluation(outcome.tag)
         evaluation.scoring_seconds, evaluation.faults = outcome.seconds, len(outcome.faults)
         if isinstance(outcome, NotScored):
             self._lost.append(outcome)
@@ -281,7 +304,7 @@ class AsyncCOCOScoring(pl.Callback):
         for watcher in self._watchers:
             watcher.judge(trainer, outcome.tag, outcome.scores)
 
-    def _log(self, trainer: pl.Trainer, evaluation: _Evaluation, outcome: Scored) -> None:
+    def _log(self, trainer: pl.Trainer, evaluation: Evaluation, outcome: Scored) -> None:
         times = {"evaluated_seconds": evaluation.evaluated_seconds, "score_arrived_seconds": evaluation.arrived_seconds}
         metrics = {**outcome.scores, **times, "epoch": evaluation.tag.epoch}
         for logger in trainer.loggers:
@@ -291,7 +314,7 @@ class AsyncCOCOScoring(pl.Callback):
     def _close(self) -> None:
         if self._scorer is not None:
             self._scorer.close()
-            self._scorer = None
+        self._scorer = self._ranks = None
         for watcher in self._watchers:
             watcher.release()
         self._watchers.clear()
@@ -301,13 +324,10 @@ class AsyncCOCOScoring(pl.Callback):
         self._ending = self._random_state = None
 
 
-def _say_progress(trainer: pl.Trainer, done: int, total: int, seconds: float) -> None:
-    if total:
-        _say(trainer, f"scoring: {done} of {total} evaluations done after {seconds:.0f} s")
-
-
 def _say(trainer: pl.Trainer, text: str) -> None:
     """Print a line, through the progress bar if that has a way to print without breaking itself."""
+    if not trainer.is_global_zero:
+        return
     bar = trainer.progress_bar_callback
     if bar is not None and type(bar).print is not ProgressBar.print:
         bar.print(text)
@@ -323,10 +343,3 @@ def _lost_text(lost: Sequence[NotScored]) -> str:
         "Training has ended and its checkpoints are kept; on_failure=continue makes this a warning."
     )
 
-
-def _plain(evaluation: _Evaluation) -> dict[str, Any]:
-    return asdict(evaluation)
-
-
-def _evaluation(values: dict[str, Any]) -> _Evaluation:
-    return _Evaluation(**{**values, "tag": Tag(**values["tag"])})

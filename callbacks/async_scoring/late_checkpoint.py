@@ -22,15 +22,17 @@ class LateCheckpoint:
 
     Where it would save, a candidate file is saved beside its checkpoints. Lightning's own code decides when the score
     has arrived, under the names and scores that it would have had; only, instead of saving, the candidate is renamed.
+    All ranks decide alike, and the first moves files.
 
     Args:
         checkpoint: whose best files these are.
         tag: returns the tag of the evaluation that is ending if it is scored elsewhere.
+        is_first: whether this is the first rank.
     """
 
-    def __init__(self, checkpoint: ModelCheckpoint, tag: Callable[[], Tag | None]) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint, tag: Callable[[], Tag | None], is_first: bool = True) -> None:
         keeper: Any = checkpoint  # whose private methods are no part of its type
-        self.checkpoint = keeper
+        self.checkpoint, self.is_first = keeper, is_first
         self.saving = False
         """Whether a candidate is being saved at this moment."""
         self._expects = False
@@ -72,18 +74,18 @@ class LateCheckpoint:
                     )
                 self._decide_about(trainer, path, {**metrics, **late})
             finally:
-                path.unlink(missing_ok=True)
+                self._remove(path)
         elif tag in self._from_before and self.checkpoint.monitor in scores:
             late.update(step=torch.tensor(tag.step), epoch=torch.tensor(tag.epoch))
             path = Path(self.checkpoint.format_checkpoint_name(late))
-            if _step_of(path) == tag.step:
+            if trainer.strategy.broadcast(_step_of(path) if self.is_first else None) == tag.step:
                 self._decide_about(trainer, path, late)
 
     def forget(self, tag: Tag) -> None:
         """Remove the candidate of an evaluation without a score."""
         path, _ = self._candidates.pop(tag, (None, {}))
         if path is not None:
-            path.unlink(missing_ok=True)
+            self._remove(path)
 
     def release(self) -> None:
         """Remove all candidates and leave the checkpoint callback as it was found."""
@@ -96,7 +98,8 @@ class LateCheckpoint:
         checkpoint = self.checkpoint
 
         def take(trainer: pl.Trainer, filepath: str) -> None:
-            os.replace(path, filepath)
+            if self.is_first:
+                os.replace(path, filepath)
             checkpoint._last_checkpoint_saved = filepath
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(checkpoint)
@@ -117,6 +120,10 @@ class LateCheckpoint:
             self.saving = False
         self.checkpoint._last_global_step_saved = trainer.global_step
         self._candidates[tag] = path, metrics
+
+    def _remove(self, path: Path) -> None:
+        if self.is_first:
+            path.unlink(missing_ok=True)
 
 
 def _step_of(path: Path) -> int | None:

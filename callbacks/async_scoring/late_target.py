@@ -1,7 +1,6 @@
 """A target whose score arrives late: `StopAtTarget` does not miss it, and counts from the step that was scored."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 
@@ -12,7 +11,7 @@ from fasttrain.trainer import stop_now
 
 
 class LateTarget:
-    """Stands before one `StopAtTarget` during a fit.
+    """Gives late scores to one `StopAtTarget` during a fit.
 
     Args:
         target: what is to be told.
@@ -20,15 +19,9 @@ class LateTarget:
     """
 
     def __init__(self, target: StopAtTarget, is_late: Callable[[], bool]) -> None:
-        self.target, self.is_late = target, is_late
+        self.target = target
         self._moments: dict[Tag, dict[str, float]] = {}
-        at_once = target.on_validation_end
-
-        def on_validation_end(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if not self.is_late() or target.target.metric in trainer.callback_metrics:
-                at_once(trainer, pl_module)
-
-        target.on_validation_end = on_validation_end  # type: ignore[method-assign]
+        self._before, target.score_comes_later = target.score_comes_later, is_late
 
     def expect(self, trainer: pl.Trainer, tag: Tag, moment: Mapping[str, float] | None = None) -> None:
         """Note the moment of an evaluation, that of now unless told otherwise."""
@@ -39,28 +32,25 @@ class LateTarget:
         return self._moments.get(tag, {})
 
     def judge(self, trainer: pl.Trainer, tag: Tag, scores: Mapping[str, float]) -> None:
-        """Take a score that has arrived, and stop the run where it is good enough.
+        """Hand over a score that has arrived, and stop the run where it is good enough.
 
         The moment that counts is the evaluation's; when its score arrived is noted as `score_arrived_seconds`.
 
         Raises:
             ConfigError: the scores hold no value of the target's name.
         """
-        moment, target = self._moments.pop(tag, {}), self.target
-        score = scores.get(target.target.metric)
-        if score is None:
-            if target.target.metric in trainer.callback_metrics:  # the module logs that one itself
+        moment, name = self._moments.pop(tag, {}), self.target.target.metric
+        if name not in scores:
+            if name in trainer.callback_metrics:  # the module logs that one itself
                 return
             raise ConfigError(
-                f"target.metric is '{target.target.metric}', but the score function gives no such value; it gives: "
+                f"target.metric is '{name}', but the score function gives no such value; it gives: "
                 f"{', '.join(sorted(scores))}."
             )
-        target.scores.append((tag.step, score))
-        if target.reached_at is None and target.is_reached_by(score):
-            now: Any = target.moment().get("seconds")
-            arrived = {} if now is None else {"score_arrived_seconds": now}
-            target.reached_at = {"step": tag.step, "epoch": tag.epoch, **moment, **arrived}
-        if target.reached_at is not None and target.target.stop:
+        if (now := self.target.moment().get("seconds")) is not None:
+            moment["score_arrived_seconds"] = now
+        self.target.judge(scores[name], tag.step, tag.epoch, moment)
+        if self.target.is_to_stop:
             stop_now(trainer)
 
     def forget(self, tag: Tag) -> None:
@@ -69,4 +59,4 @@ class LateTarget:
 
     def release(self) -> None:
         """Leave the target as it was found."""
-        del self.target.on_validation_end
+        self.target.score_comes_later = self._before

@@ -59,7 +59,7 @@ def joint_shape(parts: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     """
     if not parts:
         return (0,)
-    kinds = {(part.dtype.str, part.shape[1:]) for part in parts}
+    kinds = {(part.dtype, part.shape[1:]) for part in parts}
     if len(kinds) > 1 or not parts[0].ndim or parts[0].dtype.hasobject:
         raise ValueError(
             "rows to be scored are arrays of numbers that differ in their first dimension alone; found "
@@ -68,8 +68,18 @@ def joint_shape(parts: Sequence[NDArray[Any]]) -> tuple[int, ...]:
     return (sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
-def write_arrays(memory: NamelessMemory, parts: Sequence[NDArray[Any]]) -> None:
-    """Copy arrays one behind the other."""
-    for part in parts:
-        if part.size:
-            memory.append(np.ascontiguousarray(part))
+def memory_of(parts: Sequence[NDArray[Any]]) -> NamelessMemory:
+    """Return a copy of the arrays one behind the other.
+
+    Raises:
+        OSError: there is no room.
+    """
+    memory = NamelessMemory()
+    try:
+        for part in parts:
+            if part.size:
+                memory.append(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    except OSError:
+        memory.close()
+        raise
+    return memory

@@ -1,6 +1,7 @@
 """A scoring process as its parent sees it: started, given work, and ended without a trace."""
 
 import functools
+import math
 import os
 import pickle
 import signal
@@ -14,6 +15,8 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from socket import socketpair
 from typing import Any
+
+import numpy as np
 
 from fasttrain.callbacks.async_scoring.memory import NamelessMemory
 from fasttrain.errors import OptimizationError
@@ -102,17 +105,14 @@ class ScoringProcess:
         self._reply("ready", timeout_seconds)
 
     def score(
-        self, rows: NamelessMemory, shape: tuple[int, ...], dtype: str, timeout_seconds: float
+        self, rows: NamelessMemory, shape: tuple[int, ...], dtype: np.dtype[Any], timeout_seconds: float
     ) -> tuple[Any, float]:
         """Return what the score function returned, whatever that is, and the seconds it took.
 
         Raises:
             ScoringFault: it died, hung or raised.
         """
-        count = 1
-        for extent in shape:
-            count *= extent
-        self._send({"bytes": rows.bytes, "shape": shape, "dtype": dtype, "count": count}, rows)
+        self._send({"bytes": rows.bytes, "shape": shape, "dtype": dtype, "count": math.prod(shape)}, rows)
         return self._reply("scored", timeout_seconds)
 
     def end(self) -> None:

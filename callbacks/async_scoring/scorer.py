@@ -8,19 +8,35 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag, why_malformed
-from fasttrain.callbacks.async_scoring.memory import NamelessMemory, joint_shape, write_arrays
+from fasttrain.callbacks.async_scoring.memory import NamelessMemory, joint_shape, memory_of
 from fasttrain.callbacks.async_scoring.process import ScoreFunction, ScoringFault, ScoringProcess, score_reference
 from fasttrain.environment import usable_cores
 from fasttrain.errors import OptimizationError
 
 ATTEMPTS = 2
-Rows = NDArray[Any] | Sequence[NDArray[Any]]
+LOOK_SECONDS = 0.002
+"""Between two looks whether rows have come, in the thread."""
+
+
+class ComingRows(Protocol):
+    """Arrays that are on their way, as a `concurrent.futures.Future` of them is."""
+
+    def done(self) -> bool:
+        """Whether they are there."""
+        ...
+
+    def result(self) -> Sequence[NDArray[Any]]:
+        """Wait for them; raises what went wrong. Called from several threads."""
+        ...
+
+
+Rows = NDArray[Any] | Sequence[NDArray[Any]] | ComingRows
 
 
 class AsyncScorer:
@@ -87,36 +103,87 @@ class AsyncScorer:
         process = self._process
         return process.pid if process is not None else None
 
+    @property
+    def outstanding(self) -> int:
+        """Evaluations whose outcome was not handed out yet."""
+        return len(self._kept)
+
+    @property
+    def arrived(self) -> int:
+        """Outcomes that the next `poll` would return; 1 where it would raise."""
+        count = 0
+        if self._broken is not None:
+            return 1
+        for job in self._kept:
+            if job.outcome is None:
+                break
+            count += 1
+        return count
+
     def submit(self, rows: Rows, tag: Tag) -> None:
         """Hand over rows to be scored, an array or several to be joined along the first dimension.
 
-        They are copied in another thread: don't change them afterwards. Waits where too many are in flight.
+        They are copied in another thread: don't change them afterwards. Waits where too many are in flight, rows that
+        are still to come (`ComingRows`) included.
 
         Raises:
             ValueError: arrays that can't be joined.
             OptimizationError: the scorer was closed.
         """
-        job = _Job(tag, [rows] if isinstance(rows, np.ndarray) else list(rows))
+        job = _Job(tag, [rows] if isinstance(rows, np.ndarray) else rows)
+        self.wait_for_room(tag)
         with self._changed:
-            self._check()
-            if self.in_flight >= self.most_in_flight:
-                self._wait_for_room(tag)
             self._kept.append(job)
             self._changed.notify_all()
 
-    def poll(self) -> list[Outcome]:
-        """Return the outcomes that have arrived since the last call, in the order of `submit`. Never waits."""
+    def wait_for_room(self, tag: Tag, seconds: float | None = None) -> bool:
+        """Wait until fewer than `most_in_flight` are in flight, or some seconds; return whether there is room.
+
+        Args:
+            tag: of the evaluation that wants it, to be told of.
+            seconds: None is as long as it takes.
+        """
+        with self._changed:
+            self._check()
+            if self.in_flight < self.most_in_flight:
+                return True
+            if not self._told_to_wait:
+                self._told_to_wait = True
+                self.tell(
+                    f"{tag} is evaluated and {self.in_flight} evaluations before it are not scored yet: training waits "
+                    "for room. Evaluate less often, or allow more by most_in_flight; this is said once."
+                )
+            begun = time.perf_counter()
+            self._changed.wait_for(lambda: self.in_flight < self.most_in_flight or self._stopped, seconds)
+            self.waited_seconds += time.perf_counter() - begun
+            self._check()
+            return self.in_flight < self.most_in_flight
+
+    def poll(self, most: int | None = None) -> list[Outcome]:
+        """Return the outcomes that have arrived since the last call, in the order of `submit`. Never waits.
+
+        Args:
+            most: return no more than these; None for all.
+        """
         if not self._kept or self._kept[0].outcome is None:
             if self._broken is not None:
                 self._check()
             return []
         outcomes: list[Outcome] = []
         with self._changed:
-            while self._kept and (outcome := self._kept[0].outcome) is not None:
+            while len(outcomes) != most and self._kept and (outcome := self._kept[0].outcome) is not None:
                 outcomes.append(outcome)
                 self._spent.append(self._kept.popleft())
             self._changed.notify_all()
         return outcomes
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `poll` has something to return or nothing is in flight, at most some seconds."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._kept or self._kept[0].outcome is not None or self._stopped, seconds
+            )  # fmt: skip
+            self._check()
 
     def drain(
         self, progress: Callable[[int, int, float], None] = lambda done, total, seconds: None, every: float = 10.0
@@ -132,9 +199,7 @@ class AsyncScorer:
             progress(len(outcomes), total, time.perf_counter() - begun)
             if not self._kept:
                 return outcomes
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._kept[0].outcome) or self._stopped, timeout=every)
-                self._check()
+            self.wait(every)
 
     def unfinished(self) -> list[tuple[Tag, NDArray[Any]]]:
         """Return copies of the rows whose outcome was not handed out yet."""
@@ -174,18 +239,6 @@ class AsyncScorer:
             raise OptimizationError("async_scoring: this scorer was closed; make another one.")
         if self._broken is not None:
             raise RuntimeError(f"the thread that scores has failed: {self._broken!r}") from self._broken
-
-    def _wait_for_room(self, tag: Tag) -> None:
-        if not self._told_to_wait:
-            self._told_to_wait = True
-            self.tell(
-                f"{tag} is evaluated and {self.in_flight} evaluations before it are not scored yet: training waits for "
-                "room. Evaluate less often, or allow more by most_in_flight; this is said once."
-            )
-        begun = time.perf_counter()
-        self._changed.wait_for(lambda: self.in_flight < self.most_in_flight or self._stopped)
-        self.waited_seconds += time.perf_counter() - begun
-        self._check()
 
     # ---- in the thread ----------------------------------------------------------------------------------------------
 
@@ -235,16 +288,20 @@ class AsyncScorer:
         return NotScored(job.tag, tuple(faults), job.submitted_at, time.perf_counter())
 
     def _attempt(self, job: "_Job") -> tuple[dict[str, float], float]:
+        while not job.has_come():
+            if self._closed:
+                raise _ClosedMeanwhile
+            time.sleep(LOOK_SECONDS)
         try:
-            with self._changed:
-                memory = job.memory
+            memory = job.memory
             if memory is None:
-                memory = NamelessMemory()
-                write_arrays(memory, job.parts)
+                memory = memory_of(job.parts)
                 with self._changed:
-                    job.memory, job.parts = memory, []
+                    job.memory, job.rows = memory, []
         except OSError as error:
             raise ScoringFault(f"was not given the rows: {os.strerror(error.errno or 0)}") from None
+        except (ValueError, RuntimeError) as error:
+            raise ScoringFault(f"was not given the rows: {error}") from None
         process = self._process or self._start()
         result, seconds = process.score(memory, job.shape, job.dtype, self.timeout_seconds)
         if reason := why_malformed(result, self._names):
@@ -286,22 +343,43 @@ class _ClosedMeanwhile(Exception):
 class _Job:
     """Rows of one evaluation, as arrays and then in memory that the process can map, and what came of them."""
 
-    def __init__(self, tag: Tag, parts: list[NDArray[Any]]) -> None:
-        self.tag, self.parts = tag, parts
-        self.shape = joint_shape(parts)
-        self.dtype = parts[0].dtype.str if parts else "<f8"
+    def __init__(self, tag: Tag, rows: Sequence[NDArray[Any]] | ComingRows) -> None:
+        self.tag = tag
+        self.rows = list(rows) if isinstance(rows, Sequence) else rows
+        self.shape: tuple[int, ...] = (0,)
+        self.dtype: np.dtype[Any] = np.dtype("<f8")
         self.memory: NamelessMemory | None = None
         self.outcome: Outcome | None = None
         self.submitted_at = time.perf_counter()
+        if isinstance(self.rows, list):
+            self._describe(self.rows)
+
+    @property
+    def parts(self) -> Sequence[NDArray[Any]]:
+        """The arrays; waits for those that are on their way."""
+        if isinstance(self.rows, list):
+            return self.rows
+        parts = self.rows.result()
+        self._describe(parts)
+        return parts
+
+    def has_come(self) -> bool:
+        """Whether `parts` would not wait."""
+        return isinstance(self.rows, list) or self.rows.done()
 
     def array(self) -> NDArray[Any]:
         """Return a copy of the rows."""
         if self.memory is None:
-            return np.concatenate(self.parts) if self.parts else np.zeros(self.shape)
+            parts = self.parts
+            return np.concatenate(parts) if parts else np.zeros(self.shape)
         return np.frombuffer(bytearray(self.memory.read()), dtype=self.dtype).reshape(self.shape)
 
     def release(self) -> None:
         """Let go of the rows."""
-        self.parts = []
+        self.rows = []
         if self.memory is not None:
             self.memory.close()
+
+    def _describe(self, parts: Sequence[NDArray[Any]]) -> None:
+        self.shape = joint_shape(parts)
+        self.dtype = parts[0].dtype if parts else self.dtype
