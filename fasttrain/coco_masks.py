@@ -135,4 +135,3 @@ def _encoder() -> Callable[[NDArray[np.uint8]], Encoded]:
 def _given_threads() -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) else os.cpu_count() or 1
-

@@ -118,9 +118,7 @@ def _installed(name: str) -> bool:
 Found = NDArray[np.float64] | list[dict[str, Any]]
 
 
-def _scores(
-    truth: Mapping[str, Any], found: Found, kind: str, scorer: Scorer, per_category: bool
-) -> dict[str, float]:
+def _scores(truth: Mapping[str, Any], found: Found, kind: str, scorer: Scorer, per_category: bool) -> dict[str, float]:
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation = _EVALUATIONS[scorer](truth, found, kind)
         evaluation.evaluate()
@@ -137,13 +135,17 @@ def _scores(
 def _twelve(precision: NDArray[np.float64], recall: NDArray[np.float64]) -> list[float]:
     """Return pycocotools' `stats` of (T, R, K, A, M) precisions and (T, K, A, M) recalls.
 
-    T thresholds of IoU from 0.5 by 0.05, R recalls, K categories, A areas (all, small, medium, large), M most detections
-    of an image (1, 10, 100).
+    T thresholds of IoU from 0.5 by 0.05, R recalls, K categories, A areas (all, small, medium, large), and M for the 1,
+    10 or 100 best detections of an image.
     """
-    all_areas, most = 0, 2
-    precisions = [precision[..., all_areas, most], precision[0, ..., all_areas, most], precision[5, ..., all_areas, most]]
-    precisions += [precision[..., area, most] for area in (1, 2, 3)]
-    recalls = [recall[..., all_areas, count] for count in (0, 1, 2)] + [recall[..., area, most] for area in (1, 2, 3)]
+    best_100 = precision[..., 2]
+    precisions = [
+        best_100[..., 0],
+        best_100[0, ..., 0],
+        best_100[5, ..., 0],
+        *(best_100[..., area] for area in (1, 2, 3)),
+    ]
+    recalls = [recall[..., 0, count] for count in (0, 1, 2)] + [recall[..., area, 2] for area in (1, 2, 3)]
     return [_mean(values) for values in (*precisions, *recalls)]
 
 

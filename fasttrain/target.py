@@ -24,7 +24,7 @@ class StopAtTarget(pl.Callback):
         self.moment: Callable[[], dict[str, float]] = dict
         """Returns what else to note of the moment when the target is reached: seconds, samples."""
         self.score_comes_later: Callable[[], bool] = lambda: False
-        """Whether the evaluation that ends now is scored elsewhere. Who sets it calls `judge` when the score is there."""
+        """Whether the evaluation that ends now is scored elsewhere. Who sets it calls `judge` when it has the score."""
 
     @property
     def best(self) -> float | None:

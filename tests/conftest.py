@@ -55,6 +55,12 @@ def txl_pbc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dsb2018(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real nuclei with masks: images/*, instances_{train,val}.json, COCO with run lengths."""
+    return _unpacked("seg_dsb2018_nuclei.tar", tmp_path_factory) / "dsb2018"
+
+
+@pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Values computed by others."""
     return _unpacked("golden_fixtures.tar.gz", tmp_path_factory) / "golden"

@@ -84,7 +84,7 @@ class _Foreign:
 
 def coco_of_set(truth: Truth, rows: Rows) -> dict[str, float]:
     """COCO's numbers of the set whose number stands in the first row."""
-    from fasttrain.recipes.retinanet.metric import score_boxes
+    from fasttrain.coco_scores import score_boxes
 
     return score_boxes(truth["truths"][int(rows[0, 0])], rows[1:], "hotcoco")
 

@@ -4,67 +4,29 @@ import io
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 from rich.console import Console
 from test_async_scoring import logged
+from test_coco_scores import as_masks, coco_set
 
 from fasttrain.callbacks.async_scoring import AsyncScorer, AsyncScoringOptimization, Scored, Tag
 from fasttrain.callbacks.async_scoring.bench import beside_training
 from fasttrain.callbacks.async_scoring.bench_set import generate
+from fasttrain.callbacks.async_scoring.history import plain_rows, rows_of
 from fasttrain.callbacks.async_scoring.reference import TOLERANCE, reference
+from fasttrain.coco_scores import score_boxes, score_boxes_and_masks
 from fasttrain.fit import fit as run
 from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.retinanet.coco import read_annotations
-from fasttrain.recipes.retinanet.metric import score_boxes
 from fasttrain.validate import validate
 
 # ---- COCO's numbers --------------------------------------------------------------------------------------------------
 
 
-def coco_case(seed: int) -> tuple[dict[str, Any], NDArray[np.float64]]:
-    """Return a set and detections with ties, empty images, crowds, areas at COCO's limits, more than 100 detections of
-    an image, and detections of a category that the set doesn't have."""
-    rng = np.random.default_rng(seed)
-    images, annotations, rows = range(5), [], []
-    for image in images:
-        for _ in range(rng.integers(0, 5) if image != 1 else 0):
-            side = rng.choice([32, 96, 31, 97, 20])
-            x, y = rng.integers(0, 60, 2)
-            annotations.append(
-                {"id": len(annotations) + 1, "image_id": image, "category_id": int(rng.integers(3)),
-                 "bbox": [float(x), float(y), float(side), float(side)], "area": float(side) ** 2,
-                 "iscrowd": int(rng.random() < 0.2)}
-            )  # fmt: skip
-    for annotation in annotations:
-        count = 120 if annotation["id"] == 1 else rng.integers(0, 4)
-        for _ in range(count):
-            box = np.array(annotation["bbox"]) + rng.integers(-3, 4, 4)
-            rows.append([annotation["image_id"], *box, round(float(rng.random()), 1), rng.integers(4)])
-    rows += [[image, 1, 1, 32, 32, 0.5, 3] for image in images]  # category 3 is unknown
-    truth = {
-        "info": {},
-        "images": [{"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in images],
-        "annotations": annotations,
-        "categories": [{"id": i, "name": str(i)} for i in range(3)],
-    }
-    return truth, np.array(rows, dtype=np.float64)
-
-
 def test_coco_numbers_equal_those_of_the_judge() -> None:
-    cases: list[tuple[dict[str, Any], NDArray[np.float64]]] = []
-
-    @given(st.integers(0, 10**6))
-    @settings(max_examples=10, deadline=None, database=None)
-    def draw(seed: int) -> None:
-        cases.append(coco_case(seed))
-
-    draw()
+    cases = [coco_set(seed) for seed in range(10)]  # of all sets, see test_coco_scores
     truths = [truth for truth, _ in cases]  # together, so that one process serves them all
     with AsyncScorer("score_functions:coco_of_set", {"truths": truths}, tell=pytest.fail, most_in_flight=99) as scoring:
         for number, (_, rows) in enumerate(cases):
@@ -74,6 +36,23 @@ def test_coco_numbers_equal_those_of_the_judge() -> None:
         assert isinstance(outcome, Scored)
         assert outcome.scores == reference(partial(score_boxes, scorer="pycocotools"), truth, [rows])
     assert TOLERANCE == 0
+
+
+def test_masks_travel_as_rows_and_are_encoded_in_the_process() -> None:
+    truth, boxes = coco_set(3)
+    rows = as_masks(boxes)
+    with AsyncScorer(score_boxes_and_masks, truth, tell=pytest.fail, threads=3) as scoring:
+        scoring.submit([rows[:40], rows[40:]], Tag(1, 0))
+        scoring.submit([], Tag(2, 0))
+        some, none = scoring.drain()
+    assert isinstance(some, Scored)
+    assert some.scores == reference(partial(score_boxes_and_masks, scorer="pycocotools"), truth, [rows])
+    assert some.scores["mask_map"] != some.scores["map"] > 0
+    assert isinstance(none, Scored)
+    assert none.scores["mask_map"] == 0
+    kept = rows_of(plain_rows(rows))  # in a checkpoint
+    assert kept.dtype == rows.dtype
+    np.testing.assert_array_equal(kept, rows)
 
 
 def test_real_sets_have_their_published_numbers_and_the_judges(golden: Path, txl_pbc: Path) -> None:

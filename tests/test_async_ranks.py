@@ -333,5 +333,3 @@ def test_padding_is_left_out() -> None:
     assert [len(loader) for loader in loaders] == [3, 2, 2]
     dropping = DistributedSampler(data, 3, 0, shuffle=False, drop_last=True)
     assert leave_out_padding(DataLoader(data, sampler=dropping)) == 0, "it was asked to leave some out"
-
-

@@ -431,7 +431,6 @@ def test_a_module_without_rows_is_refused() -> None:
         fit(Plain(), AsyncCOCOScoring())  # type: ignore[arg-type]
 
 
-
 @pytest.mark.parametrize("wrong", [{"most_in_flight": 0}, {"niceness": -1}, {"timeout_seconds": 0.0}, {"threads": 0}])
 def test_a_wrong_parameter_is_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong

@@ -342,4 +342,3 @@ def _lost_text(lost: Sequence[NotScored]) -> str:
         f"async_scoring: {first.tag} could not be scored{more}: {first.faults[-1]}, at the second attempt too. "
         "Training has ended and its checkpoints are kept; on_failure=continue makes this a warning."
     )
-

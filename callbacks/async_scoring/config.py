@@ -21,8 +21,8 @@ class AsyncScoringConfig:
     threads: int | None = None
     """Threads that scoring may use; null is half of the usable cores."""
     poll_every_n_batches: int | None = None
-    """Training batches between two looks at what has arrived. Null is 1 in one process, where a look takes a microsecond,
-    and 20 in several, as in NVIDIA's submission (training_results_v2.0, ssd: `--async-coco-check-freq`)."""
+    """Training batches between two looks at what has arrived. Null is 1 in one process, where a look takes a
+    microsecond, and 20 in several, as in NVIDIA's submission (see `--async-coco-check-freq` in the README's source)."""
 
     def __post_init__(self) -> None:
         least = {"most_in_flight": 1, "niceness": 0, "poll_every_n_batches": 1, "threads": 1}
