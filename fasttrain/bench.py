@@ -2,8 +2,11 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from fasttrain.errors import ConfigError, nearest
 from fasttrain.measure import Row
@@ -18,6 +21,12 @@ class Case:
     summary: str
     run: Callable[[], Iterable[Row]]
     needs_gpu: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What of the work can be asked for otherwise, and its usual value: the keyword-only parameters of `run`."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def find_cases(modules: Iterable[str]) -> list[Case]:
@@ -48,6 +57,39 @@ def choose_cases(cases: Iterable[Case], wanted: Iterable[str]) -> list[Case]:
             raise ConfigError(f"there is no bench case '{name}'; {nearest(name, known)}")
         chosen += [case for case in found if case not in chosen]
     return chosen
+
+
+def split_options(words: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words that name cases, and the values of those of the form OPTION=VALUE."""
+    words = list(words)
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    return [word for word in words if "=" not in word], options
+
+
+def with_options(cases: Iterable[Case], options: Mapping[str, str]) -> list[Case]:
+    """Return the cases with other values for some of their options, read as what their usual values are.
+
+    Raises:
+        ConfigError: a case has no such option, or the value is of another kind.
+    """
+    return [replace(case, run=partial(case.run, **_values(case, options))) for case in cases]
+
+
+def _values(case: Case, options: Mapping[str, str]) -> dict[str, Any]:
+    values = {}
+    for name, text in options.items():
+        if name not in case.options:
+            known = nearest(name, list(case.options)) if case.options else "it has none"
+            raise ConfigError(f"bench case {case.subject}/{case.name} has no option '{name}'; {known}")
+        kind = type(case.options[name])
+        try:
+            values[name] = kind(text)
+        except ValueError:
+            usual = case.options[name]
+            raise ConfigError(
+                f"bench option {name}={text} is no {kind.__name__}; the usual value is {usual}."
+            ) from None
+    return values
 
 
 def run_cases(cases: Iterable[Case], on_gpu: bool) -> Iterator[tuple[Case, Row | None]]:

@@ -38,7 +38,8 @@ Out = Annotated[Path | None, typer.Option(help="CSV file to append the rows to."
 @bench_app.command(CASES)
 def cases(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SUBJECT[/CASE]]...", help="Rooms or recipes.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[SUBJECT[/CASE]]... [OPTION=VALUE]...", help="Rooms or recipes.", show_default=False),
     ] = None,
     out: Out = None,
     show: Annotated[bool, typer.Option("--list", help="Only list the cases.")] = False,
@@ -46,17 +47,19 @@ def cases(
     """Run cases by name, all of them when none is named. The word `cases` can be left out."""
     import torch
 
-    from fasttrain.bench import choose_cases, find_cases, run_cases
+    from fasttrain.bench import choose_cases, find_cases, run_cases, split_options, with_options
     from fasttrain.callbacks import CATALOGUE
     from fasttrain.recipe import recipe_names
 
     console = wide_console()
     packages = [f"fasttrain.callbacks.{name}" for name in CATALOGUE]
     packages += [f"fasttrain.recipes.{name}" for name in recipe_names()]
-    chosen = choose_cases(find_cases(packages), names or [])
+    wanted, options = split_options(names or [])
+    chosen = with_options(choose_cases(find_cases(packages), wanted), options)
     if show:
         for case in chosen:
-            console.print(f"{case.subject}/{case.name}  {case.summary}", highlight=False)
+            choices = " ".join(f"{name}={value}" for name, value in case.options.items())
+            console.print(f"{case.subject}/{case.name}  {case.summary}  {choices}".rstrip(), highlight=False)
         return
     _see_that_it_can_be_written(out)
     for case, row in run_cases(chosen, torch.cuda.is_available()):

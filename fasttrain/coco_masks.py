@@ -47,7 +47,8 @@ def packed(masks: "Tensor") -> "Tensor":
     columns = masks.new_zeros((count, width, -(-height // 8) * 8)).byte()
     columns[..., :height] = masks.transpose(1, 2)
     places = columns.new_tensor([128, 64, 32, 16, 8, 4, 2, 1])
-    return (columns.unflatten(2, (-1, 8)) * places).sum(3, dtype=columns.dtype)
+    bits: Tensor = (columns.unflatten(2, (-1, 8)) * places).sum(3, dtype=columns.dtype)
+    return bits
 
 
 def encode(rows: NDArray[Any], sizes: Mapping[int, tuple[int, int]], threads: int | None = None) -> list[Encoded]:

@@ -48,7 +48,7 @@ def available_scorer() -> Scorer:
                 "`pip install hotcoco` gives the same twelve numbers.",
                 stacklevel=2,
             )
-            return name  # type: ignore[return-value]
+            return name
     raise ImportError("nothing that scores by COCO's rules is installed; `pip install hotcoco`.")
 
 

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -179,6 +180,23 @@ def test_out_of_memory(tmp_path: Path) -> None:
         (outcome,) = scoring.drain()
     assert isinstance(outcome, Scored)
     assert "MemoryError: Unable to allocate" in told[0]
+
+
+def test_no_room_for_the_rows() -> None:
+    told: list[str] = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with scorer("mean", None, told) as scoring:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+        try:
+            scoring.submit(np.zeros((2**14, 3)), Tag(1, 0))
+            (lost,) = scoring.drain()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        scoring.submit(ROWS, Tag(2, 0))
+        (found,) = scoring.drain()
+    assert isinstance(lost, NotScored)
+    assert lost.faults == ("the scoring process was not given the rows: File too large",) * 2
+    assert isinstance(found, Scored)
 
 
 def test_a_hung_process_is_ended(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fasttrain.bench import Case, choose_cases, find_cases, run_cases
+from fasttrain.bench import Case, choose_cases, find_cases, run_cases, split_options, with_options
 from fasttrain.environment import Hardware, describe, source_commit, usable_cores
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.measure import Row, StepProbe, make_row, read_rows, summarize, time_ms, write_rows
@@ -239,6 +240,28 @@ def test_choosing_and_running_bench_cases() -> None:
         ("large", None),
     ]
     assert all(row for _, row in run_cases(cases, on_gpu=True))
+
+
+def test_options_of_bench_cases() -> None:
+    asked = []
+
+    def run(fixed: int, *, images: int = 100, scorers: str = "all", limit: float = 1.5) -> list[Row]:
+        asked.append((fixed, images, scorers, limit))
+        return []
+
+    case = Case("room", "case", "", partial(run, 7))
+    words = ["room/case", "images=20", "scorers=a=b", "limit=3"]
+    wanted, options = split_options(words)
+    assert (wanted, options) == (["room/case"], {"images": "20", "scorers": "a=b", "limit": "3"})
+    assert case.options == {"images": 100, "scorers": "all", "limit": 1.5}
+    list(run_cases([case, *with_options([case], options)], on_gpu=False))
+    assert asked == [(7, 100, "all", 1.5), (7, 20, "a=b", 3.0)]
+    with pytest.raises(ConfigError, match=r"^bench case room/case has no option 'image'; did you mean 'images'\?$"):
+        with_options([case], {"image": "3"})
+    with pytest.raises(ConfigError, match=r"^bench option images=many is no int; the usual value is 100\.$"):
+        with_options([case], {"images": "many"})
+    with pytest.raises(ConfigError, match=r"^bench case room/small has no option 'images'; it has none$"):
+        with_options([a_case("small")], {"images": "3"})
 
 
 def test_a_row_comes_when_it_is_measured() -> None:

@@ -83,7 +83,8 @@ class SeveralProcesses:
             )
         self.is_first = dist.get_rank() == 0
         # Apart, so that a short word does not wait behind many rows.
-        self._rows, self._words = (dist.new_group(backend="gloo", timeout=LONGEST_WAIT) for _ in range(2))
+        groups: list[Any] = [dist.new_group(backend="gloo", timeout=LONGEST_WAIT) for _ in range(2)]
+        self._rows, self._words = groups
         self._told: tuple[Tensor, Any] | None = None
         self._sending: list[GatheredRows] = []
 

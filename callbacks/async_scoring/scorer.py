@@ -19,7 +19,6 @@ from fasttrain.callbacks.async_scoring.process import ScoreFunction, ScoringFaul
 from fasttrain.environment import usable_cores
 from fasttrain.errors import OptimizationError
 
-ATTEMPTS = 2
 LOOK_SECONDS = 0.002
 """Between two looks whether rows have come, in the thread."""
 
@@ -57,6 +56,7 @@ class AsyncScorer:
         timeout_seconds: after which a scoring, or the loading before it, counts as hung.
         niceness: how far the process stands back behind others.
         threads: that it may use; None is half of the usable cores.
+        attempts: to score an evaluation, each in a new process.
         tell: called from another thread with a sentence about a fault.
 
     Raises:
@@ -72,9 +72,11 @@ class AsyncScorer:
         timeout_seconds: float = 1800.0,
         niceness: int = 10,
         threads: int | None = None,
+        attempts: int = 2,
         tell: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.most_in_flight, self.timeout_seconds, self.tell = max(1, most_in_flight), timeout_seconds, tell
+        self.attempts = attempts
         self.waited_seconds = 0.0
         """Spent in `submit`, waiting for room."""
         self._settings = (niceness, threads or max(1, usable_cores() // 2))
@@ -273,7 +275,7 @@ class AsyncScorer:
 
     def _outcome(self, job: "_Job") -> Outcome:
         faults: list[str] = []
-        while len(faults) < ATTEMPTS:
+        while len(faults) < self.attempts:
             try:
                 scores, seconds = self._attempt(job)
                 return Scored(job.tag, scores, seconds, job.submitted_at, time.perf_counter(), tuple(faults))
@@ -282,7 +284,7 @@ class AsyncScorer:
                 if self._closed:
                     raise _ClosedMeanwhile from None
                 faults.append(f"the scoring process {fault}")
-                last = len(faults) == ATTEMPTS
+                last = len(faults) == self.attempts
                 then = "it stays without a score" if last else "trying once more in a new process"
                 self.tell(f"scoring {job.tag}: {faults[-1]}; {then}.")
         return NotScored(job.tag, tuple(faults), job.submitted_at, time.perf_counter())

@@ -29,6 +29,8 @@ class TrainingConfig:
 
     model: RetinaNetConfig = field(default_factory=RetinaNetConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scores_per_category: bool = False
+    """Log the `map` and `mar_100` of each category too, as `map/NAME`."""
 
 
 class RetinaNetTraining(pl.LightningModule):
@@ -93,7 +95,7 @@ class RetinaNetTraining(pl.LightningModule):
 
     def score_function(self) -> Callable[[Any, NDArray[np.float64]], dict[str, float]]:
         """Return what scores rows against the ground truth; another process can import it."""
-        return partial(score_boxes, scorer=available_scorer())
+        return partial(score_boxes, scorer=available_scorer(), per_category=self.config.scores_per_category)
 
     def configure_optimizers(self) -> Any:
         """Return Adam or AdamW over the trainable parameters, and the schedule by step."""
@@ -136,4 +138,5 @@ def _gather(rows: NDArray[np.float64], world_size: int) -> NDArray[np.float64]:
 
 
 def _from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
-    return TrainingConfig(RetinaNetConfig(**values["model"]), OptimizerConfig(**values["optimizer"]))
+    parts = {"model": RetinaNetConfig(**values["model"]), "optimizer": OptimizerConfig(**values["optimizer"])}
+    return TrainingConfig(**{**values, **parts})
