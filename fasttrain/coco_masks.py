@@ -1,13 +1,17 @@
 """Masks of detections on their way to a scorer: small on the training path, COCO's run lengths on the other side.
 
 `mask_rows` makes arrays of fixed-size rows, cheap to make, to copy and to join. `encode` makes run-length encodings of
-them, in several threads; it needs neither torch nor the device.
+them, in several processes; it needs neither torch nor the device. Such a process is this file, run as a script.
 """
 
 import importlib
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +26,8 @@ Encoded = dict[str, Any]
 PADDING = 1
 """Pixels of nothing around a mask in a box before it is resized; origin: Mask R-CNN (Detectron's and torchvision's)."""
 THRESHOLD = 0.5
-MASKS_A_TASK = 64
+WORTH_A_PROCESS = 500
+"""Masks; fewer are encoded before another process has started, which takes a fifth of a second."""
 
 
 def mask_rows(detections: NDArray[np.float64], masks: NDArray[Any]) -> NDArray[Any]:
@@ -51,28 +56,51 @@ def packed(masks: "Tensor") -> "Tensor":
     return bits
 
 
-def encode(rows: NDArray[Any], sizes: Mapping[int, tuple[int, int]], threads: int | None = None) -> list[Encoded]:
+def encode(rows: NDArray[Any], sizes: Mapping[int, tuple[int, int]], processes: int | None = None) -> list[Encoded]:
     """Return COCO's run-length encoding of each row's mask, the bytes that pycocotools would make of it.
 
     Args:
         rows: of `mask_rows`.
         sizes: height and width of each image by its id.
-        threads: None is as many as OMP_NUM_THREADS says, or this process has cores.
+        processes: None is as many as OMP_NUM_THREADS says, or this machine has cores; never more than pay.
 
     Raises:
         KeyError: a row's image has no size.
+        CalledProcessError: one of the processes failed or was killed.
     """
+    sizes = {image: sizes[image] for image in {int(image) for image in rows["detection"][:, 0]}}
+    count = max(1, min(processes or _given_threads(), len(rows) // WORTH_A_PROCESS))
+    if count == 1:
+        return _encode(rows, sizes)
+    found: list[Any] = [None] * len(rows)
+    with ThreadPoolExecutor(count) as pool:  # each waits for a process
+        shares = pool.map(partial(_encode_elsewhere, sizes=sizes), [rows[first::count] for first in range(count)])
+        for first, share in enumerate(shares):
+            found[first::count] = share
+    return found
+
+
+def _encode(rows: NDArray[Any], sizes: Mapping[int, tuple[int, int]]) -> list[Encoded]:
     decode = unpacked if rows["mask"].dtype == np.uint8 else pasted
     to_bytes = _encoder()
+    images, boxes = rows["detection"][:, 0].astype(np.int64).tolist(), rows["detection"][:, 1:5]
+    return [
+        to_bytes(decode(mask, box, sizes[image]))
+        for mask, box, image in zip(rows["mask"], boxes, images, strict=True)
+    ]  # fmt: skip
 
-    def part(first: int) -> list[Encoded]:
-        return [
-            to_bytes(decode(row["mask"], row["detection"][1:5], sizes[int(row["detection"][0])]))
-            for row in rows[first : first + MASKS_A_TASK]
-        ]
 
-    with ThreadPoolExecutor(threads or _given_threads()) as pool:
-        return [mask for masks in pool.map(part, range(0, len(rows), MASKS_A_TASK)) for mask in masks]
+def _encode_elsewhere(rows: NDArray[Any], sizes: Mapping[int, tuple[int, int]]) -> list[Encoded]:
+    """Do it in a process that ends with that, or when nobody reads what it found."""
+    done = subprocess.run(
+        [sys.executable, "-P", __file__],
+        input=pickle.dumps((np.ascontiguousarray(rows), sizes), protocol=pickle.HIGHEST_PROTOCOL),
+        stdout=subprocess.PIPE,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
+    masks: list[Encoded] = pickle.loads(done.stdout)
+    return masks
 
 
 def unpacked(bits: NDArray[np.uint8], box: NDArray[np.float64], size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -100,7 +128,8 @@ def pasted(mask: NDArray[Any], box: NDArray[np.float64], size: tuple[int, int]) 
     columns, rows = max(right - left + 1, 1), max(bottom - top + 1, 1)
     x0, x1, y0, y1 = max(left, 0), min(left + columns, width), max(top, 0), min(top + rows, height)
     if x0 < x1 and y0 < y1:
-        whole = np.pad(mask.astype(np.float32), PADDING)
+        whole = np.zeros((side, side), dtype=np.float32)
+        whole[PADDING:-PADDING, PADDING:-PADDING] = mask
         down = _bilinear(side, rows)[y0 - top : y1 - top]
         across = _bilinear(side, columns)[x0 - left : x1 - left]
         image[x0:x1, y0:y1] = (across @ whole.T @ down.T) > THRESHOLD
@@ -114,8 +143,8 @@ def _bilinear(given: int, wanted: int) -> NDArray[np.float32]:
     share = (place - first).astype(np.float32)
     weights = np.zeros((wanted, given), dtype=np.float32)
     line = np.arange(wanted)
-    np.add.at(weights, (line, first), 1 - share)
-    np.add.at(weights, (line, np.minimum(first + 1, given - 1)), share)
+    weights[line, first] = 1 - share
+    weights[line, np.minimum(first + 1, given - 1)] += share
     return weights
 
 
@@ -136,3 +165,7 @@ def _encoder() -> Callable[[NDArray[np.uint8]], Encoded]:
 def _given_threads() -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(pickle.dumps(_encode(*pickle.load(sys.stdin.buffer))))

@@ -75,18 +75,18 @@ def score_masks(
     rows: NDArray[Any],
     scorer: Scorer = "hotcoco",
     per_category: bool = False,
-    threads: int | None = None,
+    processes: int | None = None,
 ) -> dict[str, float]:
-    """Return COCO's twelve numbers for masks, which are encoded here, in several threads.
+    """Return COCO's twelve numbers for masks, which are encoded here, in several processes.
 
     Args:
         ground_truth: as for boxes, with `segmentation`s, and with `height` and `width` of each image.
         rows: `coco_masks.mask_rows`.
         scorer, per_category: as for boxes.
-        threads: that encode; None is as many as this process was given (OMP_NUM_THREADS), or has cores.
+        processes: that encode; None is as many as this one may have threads (OMP_NUM_THREADS), or there are cores.
     """
     sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in ground_truth["images"]}
-    masks = encode(rows, sizes, threads) if len(rows) else []
+    masks = encode(rows, sizes, processes) if len(rows) else []
     columns = rows["detection"] if len(rows) else np.zeros((0, DETECTION_COLUMNS))
     # With a box beside its mask, a detection would count under the box's area.
     found = [

@@ -5,6 +5,7 @@ A folder in the ground truth counts the calls, so that a fault can happen at som
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,14 @@ def mean(truth: Truth, rows: Rows) -> dict[str, float]:
 
 def slow(truth: Truth, rows: Rows) -> dict[str, float]:
     time.sleep(truth["seconds"])
+    return mean(truth, rows)
+
+
+def starts_another(truth: Truth, rows: Rows) -> dict[str, float]:
+    """Starts a process of its own, as encoding masks does, and takes its time."""
+    other = subprocess.Popen(["sleep", "600"])
+    (Path(truth["folder"]) / "other").write_text(str(other.pid))
+    time.sleep(60)
     return mean(truth, rows)
 
 

@@ -337,25 +337,25 @@ def test_an_exception_closes_it() -> None:
         scoring.submit([ROWS, ROWS[0]], Tag(1, 0))
 
 
-def parent(way: str, tell: int) -> None:
+def parent(way: str, tell: int, folder: Path) -> None:
     """Be a program that scores and then ends in some way."""
     atexit._clear()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    scoring = scorer("slow", {"seconds": 60.0})
+    scoring = scorer("starts_another", {"folder": str(folder)})
     scoring.submit(ROWS, Tag(1, 0))
-    while (pid := scoring.pid) is None:
+    while scoring.pid is None or not (folder / "other").exists():
         time.sleep(0.01)
-    os.write(tell, f"{pid}\n".encode())
+    os.write(tell, f"{scoring.pid}\n".encode())
     time.sleep(0 if way == "forgets it" else 60)
 
 
 @pytest.mark.parametrize("way", ["gets Ctrl-C", "is killed", "forgets it"])
-def test_it_ends_with_its_parent_however_that_ends(way: str) -> None:
+def test_it_ends_with_its_parent_however_that_ends(way: str, tmp_path: Path) -> None:
     read, write = os.pipe()
     forked = os.fork()
     if forked == 0:
         try:
-            parent(way, write)
+            parent(way, write, tmp_path)
         except KeyboardInterrupt:
             pass
         finally:
@@ -364,10 +364,37 @@ def test_it_ends_with_its_parent_however_that_ends(way: str) -> None:
     os.close(write)
     with os.fdopen(read) as told:
         pid = int(told.readline())
+    while not (other := (tmp_path / "other").read_text()):
+        time.sleep(0.01)
     if way != "forgets it":
         os.kill(forked, signal.SIGINT if way == "gets Ctrl-C" else signal.SIGKILL)
     os.waitpid(forked, 0)
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists():
+    for process in (pid, int(other)):
+        while is_alive(process):
+            assert time.monotonic() < deadline, f"{process} lives on"
+            time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_a_killed_process_has_started_ends_too(tmp_path: Path) -> None:
+    told: list[str] = []
+    with scorer("starts_another", {"folder": str(tmp_path)}, told, attempts=1) as scoring:
+        scoring.submit(ROWS, Tag(1, 0))
+        while not (tmp_path / "other").exists() or not (other := (tmp_path / "other").read_text()):
+            time.sleep(0.01)
+        assert scoring.pid is not None
+        os.kill(scoring.pid, signal.SIGKILL)
+        (outcome,) = scoring.drain()
+    assert isinstance(outcome, NotScored)
+    assert told[0].endswith("as the system does to a process when memory runs out; it stays without a score.")
+    deadline = time.monotonic() + 10
+    while is_alive(int(other)):
         assert time.monotonic() < deadline, "it lives on"
         time.sleep(0.02)

@@ -1,7 +1,6 @@
-"""Masks of detections: as bits and back, pasted as others paste them, encoded to pycocotools' bytes in any thread."""
+"""Masks of detections: as bits and back, pasted as others paste them, encoded to pycocotools' bytes in any process."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from pycocotools import mask as judge
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
+from fasttrain import coco_masks
 from fasttrain.coco_masks import encode, mask_rows, packed, pasted, unpacked
 
 
@@ -49,7 +49,7 @@ def test_pasting_is_torchvisions(seed: int) -> None:
         assert not pasted(mask, np.array([outside, 0, *size]), (int(height), int(width))).any()
 
 
-def test_encoding_equals_pycocotools_in_any_number_of_threads() -> None:
+def test_encoding_equals_pycocotools_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     masks = rng.random((300, 30, 50)) < rng.random((300, 1, 1))
     rows = mask_rows(detections(np.zeros((300, 4))), packed(torch.from_numpy(masks)).numpy())
@@ -58,10 +58,14 @@ def test_encoding_equals_pycocotools_in_any_number_of_threads() -> None:
     cut = [mask[: sizes[int(image)][0], : sizes[int(image)][1]]
            for mask, image in zip(masks, rows["detection"][:, 0], strict=True)]  # fmt: skip
     expected = [judge.encode(np.asfortranarray(mask.astype(np.uint8))) for mask in cut]
-    for threads in (1, 3):
-        assert encode(rows, sizes, threads) == expected
+    assert encode(rows, sizes) == expected, "too few to be worth a process"
+    monkeypatch.setattr(coco_masks, "WORTH_A_PROCESS", 50)
+    assert encode(rows, sizes, processes=3) == expected
     with pytest.raises(KeyError, match="7"):
         encode(rows, {0: (30, 50)})
+    monkeypatch.setattr(coco_masks, "__file__", "/nowhere.py")
+    with pytest.raises(subprocess.CalledProcessError):
+        encode(rows, sizes, processes=2)
 
 
 def test_probabilities_are_pasted_and_encoded() -> None:
@@ -73,17 +77,3 @@ def test_probabilities_are_pasted_and_encoded() -> None:
     assert first.sum() == pytest.approx(200, rel=0.15)
     assert second[20:, 30:].mean() > 0.95, "and cut at the image's borders"
     assert second[:19].sum() == second[:, :29].sum() == 0
-
-
-def test_encoding_leaves_the_other_threads_room() -> None:
-    """Counts in this thread while another encodes: the work is in NumPy and in the encoder, and not in Python."""
-    masks = torch.ones((64, 512, 512), dtype=torch.bool)
-    rows = mask_rows(detections(np.zeros((64, 4))), packed(masks).numpy())
-    with ThreadPoolExecutor(1) as pool:
-        task = pool.submit(encode, rows, {0: (512, 512)}, 1)
-        steps = 0
-        while not task.done():
-            time.sleep(0)
-            steps += 1
-    assert len(task.result()) == 64
-    assert steps > 10

@@ -13,6 +13,7 @@ import mmap
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import time
@@ -56,7 +57,7 @@ def _receive(connection: Connection, arrived: "queue.Queue[tuple[Any, int]]") ->
         while True:
             arrived.put((connection.recv(), recv_handle(connection)))
     except (EOFError, OSError):
-        os._exit(0)
+        os.killpg(0, signal.SIGKILL)  # with what a score function has started; the session is this process's own
 
 
 def _scored(score: Callable[..., Any], truth: Any, message: Any, descriptor: int) -> tuple[str, Any, float]:

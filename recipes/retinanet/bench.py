@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -42,6 +43,13 @@ def cases() -> list[Case]:
             txl_pbc_512,
             needs_gpu=True,
         ),
+        Case(
+            "retinanet",
+            "txl_pbc_evaluated",
+            f"wall time on TXL-PBC (folder in ${DATA_VARIABLE}), each epoch scored beside, blocking, not at all",
+            txl_pbc_evaluated,
+            needs_gpu=True,
+        ),
         *bench_step.cases(),
     ]
 
@@ -60,9 +68,47 @@ def txl_pbc_512() -> Iterator[Row]:
         )
 
 
+EVALUATIONS = {
+    "async_scoring": ["optimizations.async_scoring={}"],
+    "blocking": [],
+    "no_evaluation": ["trainer.limit_val_batches=0", "target=null"],
+}
+
+
+def txl_pbc_evaluated(*, epochs: int = 6, repeats: int = 2, more: str = "") -> Iterator[Row]:
+    """Yield wall seconds of training with an evaluation each epoch, and of those without its share, by who scores.
+
+    Args:
+        epochs: of each run.
+        repeats: runs of each kind, taken in turn.
+        more: overrides for all of them, with spaces between.
+    """
+    folder = _data_folder()
+    seconds: dict[str, list[float]] = {name: [] for name in EVALUATIONS}
+    inside: dict[str, list[float]] = {name: [] for name in EVALUATIONS}
+    schedule = ["trainer.check_val_every_n_epoch=1", *more.split()]
+    _fit([*_overrides(folder, 0), *schedule, "trainer.max_epochs=1", *EVALUATIONS["no_evaluation"]])  # starts cold
+    for seed in range(repeats):
+        for name, overrides in EVALUATIONS.items():
+            result, wall = _fit([*_overrides(folder, seed), *schedule, f"trainer.max_epochs={epochs}", *overrides])
+            seconds[name].append(wall)
+            inside[name].append(result["breakdown_seconds"]["evaluation"])
+    note = f"{epochs} epochs at batch {BATCH_SIZE}, test split evaluated after each"
+    for name in EVALUATIONS:
+        yield make_row("retinanet", "txl_pbc_evaluated", name, "wall_seconds", "s", seconds[name], note)
+        yield make_row("retinanet", "txl_pbc_evaluated", name, "evaluation_seconds", "s", inside[name], note)
+
+
 def train_ours(folder: Path, seed: int) -> tuple[float, float, float]:
     """Return score, wall seconds and training images/s of the recipe through `fasttrain fit`."""
-    overrides = [
+    schedule = [f"trainer.max_epochs={EPOCHS}", f"trainer.check_val_every_n_epoch={EPOCHS}"]
+    result, seconds = _fit([*_overrides(folder, seed), *schedule])
+    return result["quality"]["value"], seconds, result["samples_per_second"]
+
+
+def _overrides(folder: Path, seed: int) -> list[str]:
+    return [
+        "target.stop=false",
         f"seed={seed}",
         f"data.train_images={folder}",
         f"data.train_annotations={folder / 'instances_train.json'}",
@@ -72,16 +118,16 @@ def train_ours(folder: Path, seed: int) -> tuple[float, float, float]:
         f"data.batch_size={BATCH_SIZE}",
         f"data.max_boxes={MAX_BOXES}",
         *(f"module.optimizer.{key}={yaml_text(value)}" for key, value in asdict(OPTIMIZER).items()),
-        f"trainer.max_epochs={EPOCHS}",
-        f"trainer.check_val_every_n_epoch={EPOCHS}",
-        "target.stop=false",
     ]
+
+
+def _fit(overrides: list[str]) -> tuple[dict[str, Any], float]:
+    """Return a run's result and its wall seconds."""
     with tempfile.TemporaryDirectory() as scratch:  # a run leaves a gigabyte of checkpoints
         begin = time.perf_counter()
         resolved = resolve(find_recipe("retinanet"), overrides)
         result = fit(resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=Console(width=160)).result
-        seconds = time.perf_counter() - begin
-    return result["quality"]["value"], seconds, result["samples_per_second"]
+        return result, time.perf_counter() - begin
 
 
 def train_plain(folder: Path, seed: int) -> tuple[float, float, float]:
