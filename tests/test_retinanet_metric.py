@@ -1,10 +1,16 @@
 """How RetinaNet's detections become rows to be scored."""
 
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from fasttrain.recipes.retinanet.detections import Detections
-from fasttrain.recipes.retinanet.metric import detection_rows
+from fasttrain.recipes.retinanet.metric import NAMES, detection_rows
+from fasttrain.recipes.retinanet.module import RetinaNetTraining, TrainingConfig, _from_mapping
 
 
 def test_rows_are_in_original_pixels_without_padding() -> None:
@@ -22,3 +28,17 @@ def test_rows_are_in_original_pixels_without_padding() -> None:
         [7, 50, 50, 50, 50, 0.7, 1],
     ]
     np.testing.assert_allclose(rows, expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_scores_of_each_category_are_asked_for(wanted: bool) -> None:
+    config = TrainingConfig(scores_per_category=wanted)
+    assert _from_mapping(asdict(config)) == config, "as a checkpoint keeps it"
+    module: Any = SimpleNamespace(config=config)
+    truth = {
+        "images": [{"id": 1, "width": 9, "height": 9}],
+        "annotations": [],
+        "categories": [{"id": 3, "name": "cell"}],
+    }
+    scores = RetinaNetTraining.score_function(module)(truth, np.zeros((0, 7)))
+    assert list(scores) == [*NAMES, *(["map/cell", "mar_100/cell"] if wanted else [])]

@@ -51,7 +51,7 @@ class AsyncCOCOScoring(pl.Callback):
         self.config = AsyncScoringConfig(**parameters)
         self.changes: list[Change] = []
         self.stalled_seconds = 0.0
-        """Of training's thread, spent on handing over, waiting for room and taking scores."""
+        """Of training's thread, spent on handing over, waiting for room or the slowest rank, and taking scores."""
         self.scores: list[tuple[Tag, dict[str, float]]] = []
         """Those that have arrived, in order."""
         self._evaluations: list[Evaluation] = []

@@ -99,13 +99,13 @@ class SeveralProcesses:
         mine = [part for part in parts if part.size]
         kinds: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(kinds, [(part.dtype, part.shape) for part in mine], group=self._words)
-        self._sending = [rows for rows in self._sending if not rows.done()]
         rows = GatheredRows(mine, kinds, self._rows, self.is_first)
-        self._sending.append(rows)  # the memory is read until it is there
+        self._sending.append(rows)  # the memory is read until they are there
         return rows
 
     def announced(self, arrived: int) -> int:
         """Take what was sent at the last call, which has long been here, and send how many have arrived since."""
+        self._sending = [rows for rows in self._sending if not rows.done()]
         known = 0
         if self._told is not None:
             number, work = self._told
