@@ -67,6 +67,7 @@ def gathers(rank: int, folder: Path) -> list[Any]:
         [np.ones((4, 2), np.float32)] if rank else [],
         [fields],
         [],
+        [np.zeros((0, 2))],
     ):
         rows = ranks.gather(parts)
         if rank == 0:
@@ -83,7 +84,7 @@ def gathers(rank: int, folder: Path) -> list[Any]:
 def test_rows_are_gathered_on_the_first_rank(tmp_path: Path) -> None:
     first, second = on_two_ranks(gathers, tmp_path)
     assert second == []
-    numbers, one_sided, fields, nothing = first
+    numbers, one_sided, fields, nothing, no_rows = first
     assert numbers == ["float64", [[[0.0] * 3] * 2, [[1.0] * 3] * 2 + [[5.0] * 3]]]
     assert one_sided == ["float32", [[], [[1.0, 1.0]] * 4]]
     assert "mask" in fields[0]
@@ -91,6 +92,7 @@ def test_rows_are_gathered_on_the_first_rank(tmp_path: Path) -> None:
         [[[float(rank)] * 7] * (3 - rank), [[[rank + 0.5] * 2] * 2] * (3 - rank)] for rank in range(2)
     ]  # fmt: skip
     assert nothing == ["", []]
+    assert no_rows == ["float64", [[], []]]
 
 
 def announces(rank: int, folder: Path) -> list[Any]:

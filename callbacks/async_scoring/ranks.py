@@ -6,7 +6,6 @@ collectives, and its watchdog ends a run in which one rank waits long for anothe
 
 import math
 import pickle
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -96,10 +95,9 @@ class SeveralProcesses:
         Raises:
             ValueError: on all ranks, where any has arrays that can't be joined with the others'.
         """
-        mine = [part for part in parts if part.size]
         kinds: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(kinds, [(part.dtype, part.shape) for part in mine], group=self._words)
-        rows = GatheredRows(mine, kinds, self._rows, self.is_first)
+        dist.all_gather_object(kinds, [(part.dtype, part.shape) for part in parts], group=self._words)
+        rows = GatheredRows(parts, kinds, self._rows, self.is_first)
         self._sending.append(rows)  # the memory is read until they are there
         return rows
 
@@ -141,19 +139,23 @@ class SeveralProcesses:
 class GatheredRows:
     """All ranks' rows on their way to the first, and there when they are."""
 
-    def __init__(self, parts: list[NDArray[Any]], kinds: list[Any], group: Any, is_first: bool) -> None:
+    def __init__(self, parts: Sequence[NDArray[Any]], kinds: list[Any], group: Any, is_first: bool) -> None:
         samples = [np.empty((0, *shape[1:]), dtype) for kind in kinds for dtype, shape in kind]
         joint_shape(samples)
         self._sample = samples[0] if samples else None
-        self._bytes = [sum(math.prod(shape) * dtype.itemsize for dtype, shape in kind) for kind in kinds]
-        most = max(self._bytes)  # ranks have equal shares but for an image, and gloo wants equal sizes
+        self._counts = [sum(shape[0] for _, shape in kind) for kind in kinds]
+        row_bytes = math.prod(samples[0].shape[1:]) * samples[0].itemsize if samples else 0
+        most = max(self._counts) * row_bytes  # ranks have equal shares but for an image, and gloo wants equal sizes
         self._send = torch.empty(most, dtype=torch.uint8)
         if parts:
-            sent = self._send.numpy()[: sum(part.nbytes for part in parts)].view(parts[0].dtype)
-            np.concatenate(parts, out=sent.reshape(-1, *parts[0].shape[1:]))
+            np.concatenate(parts, out=self._view(self._send, sum(map(len, parts))))
         self._received = [torch.empty(most, dtype=torch.uint8) for _ in kinds] if is_first else None
         self._work = dist.gather(self._send, self._received, dst=0, group=group, async_op=True) if most else None
-        self._lock = threading.Lock()
+
+    def _view(self, memory: Tensor, count: int) -> NDArray[Any]:
+        assert self._sample is not None
+        shape = (count, *self._sample.shape[1:])
+        return memory.numpy()[: math.prod(shape) * self._sample.itemsize].view(self._sample.dtype).reshape(shape)
 
     def done(self) -> bool:
         """Whether they are there."""
@@ -166,14 +168,11 @@ class GatheredRows:
             RuntimeError: a rank is gone.
         """
         assert self._received is not None
-        with self._lock:
-            if self._work is not None:
-                self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self._sample is None:
             return []
-        dtype, inner = self._sample.dtype, self._sample.shape[1:]
-        filled = zip(self._received, self._bytes, strict=True)
-        return [part.numpy()[:size].view(dtype).reshape(-1, *inner) for part, size in filled]
+        return [self._view(memory, count) for memory, count in zip(self._received, self._counts, strict=True)]
 
 
 def _picklable(error: Exception) -> Exception:
