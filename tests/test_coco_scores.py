@@ -19,7 +19,7 @@ from fasttrain.coco_scores import NAMES, Scorer, available_scorer, score_boxes, 
 
 FAST: list[Scorer] = ["hotcoco", *(["faster_coco_eval"] if find_spec("faster_coco_eval") else [])]
 SCORERS: list[Scorer] = [*FAST, "pycocotools"]
-# faster-coco-eval leaves out pycocotools' np.spacing(1) in a divisor: a precision may be apart by 2.2e-16, their mean by a few.
+# faster-coco-eval leaves out pycocotools' np.spacing(1) in a divisor: a precision may be apart by 2.2e-16.
 TOLERANCE: dict[Scorer, float] = {"hotcoco": 0.0, "faster_coco_eval": 1e-15, "pycocotools": 0.0}
 
 Set = tuple[dict[str, Any], NDArray[np.float64]]
