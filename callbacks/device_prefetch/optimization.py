@@ -1,6 +1,6 @@
 """When device_prefetch applies, and its two doors: a Lightning callback and the plan's optimization."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -160,6 +160,7 @@ class DevicePrefetchOptimization(Optimization[DevicePrefetchConfig]):
     summary: ClassVar[str] = "the next batches moved to the GPU beside the step, into memory that is used again"
     config_class: ClassVar[type[Any]] = DevicePrefetchConfig
     stage: ClassVar[Stage] = Stage.CALLBACK
+    conflicts: ClassVar[Mapping[str, str]] = {"dali_loader": "DALI's batches are made on the device"}
     grade = "same numbers"
 
     def __init__(self, config: DevicePrefetchConfig) -> None:
