@@ -20,7 +20,7 @@ from fasttrain.callbacks.dali_loader.classification import IMAGENET_MEAN, IMAGEN
 from fasttrain.callbacks.dali_loader.labelled import LabelledImages, class_folder
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
-from fasttrain.recipes.retinanet.images import load_image
+from fasttrain.recipes.image_sets.files import load_image
 
 pytest.importorskip("nvidia.dali")
 

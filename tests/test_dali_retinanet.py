@@ -23,8 +23,9 @@ from fasttrain.callbacks.dali_loader.reference import TOLERANCE
 from fasttrain.errors import ConfigError, DataError, MissingDependencyError
 from fasttrain.fit import fit
 from fasttrain.recipe import find_recipe, resolve
+from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.retinanet.data import DataConfig, DetectionData
-from fasttrain.recipes.retinanet.images import load_image, resize
+from fasttrain.recipes.retinanet.resize import resize
 from fasttrain.recorder import RunRecorder
 
 SIZE = (32, 48)

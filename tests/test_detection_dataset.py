@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import EpochOrder, SampleKey
+from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.retinanet import dataset as dataset_module
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
 from fasttrain.recipes.retinanet.dataset import Batch, DetectionDataset, collate, flips
-from fasttrain.recipes.retinanet.images import load_image, resize, scale_boxes
+from fasttrain.recipes.retinanet.resize import resize, scale_boxes
 
 SIZE = (32, 48)
 

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from fasttrain.errors import ConfigError, DataError
+from fasttrain.recipes.image_sets.shapes import OUTLINES, unit_area
 from fasttrain.recipes.retinanet import drawing, generated
-from fasttrain.recipes.retinanet.drawing import OUTLINES, GeneratedConfig, draw, visible_objects
+from fasttrain.recipes.retinanet.drawing import GeneratedConfig, draw, visible_objects
 from fasttrain.recipes.retinanet.generated import GeneratedSet, generate
 
 SMALL = GeneratedConfig(train_images=60, val_images=7)
@@ -96,7 +97,7 @@ def test_boxes_are_the_extent_of_visible_pixels() -> None:
             inside = mask[y : y + height, x : x + width]
             assert inside.sum() == mask.sum() == found["area"]
             assert all(side.any() for side in (inside[0], inside[-1], inside[:, 0], inside[:, -1]))
-            area = drawing._unit_area(OUTLINES[SMALL.classes[found["label"]]])
+            area = unit_area(OUTLINES[SMALL.classes[found["label"]]])
             smallest = area * (0.5 * 96 * SMALL.min_size) ** 2
             assert found["area"] >= (1 - SMALL.max_hidden) * smallest
             occluded += found["area"] < 0.9 * smallest

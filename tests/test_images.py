@@ -13,8 +13,9 @@ from PIL import Image, ImageOps
 from torchvision.models.detection.transform import GeneralizedRCNNTransform, resize_boxes
 
 from fasttrain.errors import DataError
-from fasttrain.recipes.retinanet import images
-from fasttrain.recipes.retinanet.images import load_image, resize, scale_boxes
+from fasttrain.recipes.image_sets import files
+from fasttrain.recipes.image_sets.files import load_image
+from fasttrain.recipes.retinanet.resize import resize, scale_boxes
 
 EXIF_ORIENTATION = 0x0112
 
@@ -23,8 +24,8 @@ EXIF_ORIENTATION = 0x0112
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to decode a JPEG, whichever this build has."""
     if request.param == "pillow":
-        monkeypatch.setattr(images, "torchvision_jpeg_decoder", lambda: None)
-    elif images.torchvision_jpeg_decoder() is None:
+        monkeypatch.setattr(files, "torchvision_jpeg_decoder", lambda: None)
+    elif files.torchvision_jpeg_decoder() is None:
         pytest.skip("this torchvision was built without libjpeg")
     return str(request.param)
 
@@ -63,7 +64,7 @@ def test_jpegs_of_any_colour_space_become_rgb(tmp_path: Path, decoder: str, mode
 def test_both_jpeg_decoders_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path, encoded(picture()))
     first = load_image(path)
-    monkeypatch.setattr(images, "torchvision_jpeg_decoder", lambda: None)
+    monkeypatch.setattr(files, "torchvision_jpeg_decoder", lambda: None)
     assert (first.int() - load_image(path).int()).abs().max() <= 1
 
 
@@ -118,11 +119,11 @@ def test_a_wrong_size_without_rotation(tmp_path: Path, decoder: str) -> None:
     ("data", "sentence"),
     [
         (b"", "is empty (0 bytes); download or copy it again."),
-        (b"<html>404</html>", "is no image in a known format; replace the file or remove it from the annotations."),
+        (b"<html>404</html>", "is no image in a known format; replace the file, or take it out of the set."),
         (encoded(picture())[:20], "is a JPEG cut off before its end; download or copy it again."),
         (
             encoded(picture())[:20] + b"\xff\xd9",
-            "is a damaged JPEG; replace the file or remove it from the annotations.",
+            "is a damaged JPEG; replace the file, or take it out of the set.",
         ),
     ],
 )

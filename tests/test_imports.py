@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import fasttrain.callbacks
+import fasttrain
 
 PACKAGE = Path(fasttrain.__file__).parent
 ROOT = PACKAGE.parent
@@ -36,9 +36,9 @@ def imported(path: Path) -> Iterator[str]:
 # Folders that several rooms are built on, and that are no optimization by themselves.
 PARTS = {f"callbacks.{path.name}" for path in (PACKAGE / "callbacks").iterdir()
          if (path / "__init__.py").is_file() and not (path / "optimization.py").is_file()}  # fmt: skip
-
-
-OFFERED = {f"fasttrain.callbacks.{name}" for name in fasttrain.callbacks.__all__}
+# And the same for recipes: a folder without a YAML file beside it.
+PARTS |= {f"recipes.{path.name}" for path in (PACKAGE / "recipes").iterdir()
+          if (path / "__init__.py").is_file() and not path.with_suffix(".yaml").is_file()}  # fmt: skip
 
 
 def room_of(module: str) -> str | None:
@@ -60,9 +60,12 @@ def test_a_room_imports_no_other_room(path: Path) -> None:
     own = room_of(dotted(path))
     if own is None or path.name.startswith("bench"):  # the catalogue; a bench compares with whatever there is
         return
-    # A recipe is a user, and may import what any user may: the names that the catalogue offers.
-    names = [name for name in imported(path) if own.startswith("callbacks.") or name not in OFFERED]
-    others = {room for name in names if (room := room_of(name)) is not None and room != own}
+    others = {room for name in imported(path) if (room := room_of(name)) is not None and room != own}
+    if own.startswith("recipes."):  # a recipe is a user: what the first page of a room or its package names is for it
+        pages = {room for room in others if room.startswith("callbacks.")}
+        inner = {name for name in imported(path) if room_of(name) in pages and name.count(".") > 3}
+        assert inner == set(), "a recipe takes from a room what its package names"
+        others -= pages
     assert others <= (PARTS if own not in PARTS else set()), "a room builds on parts alone, and a part on no room"
     if own.startswith("callbacks."):
         for above in ("cli", "fit", "run", "plan", "recipe"):

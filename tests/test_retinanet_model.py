@@ -20,8 +20,9 @@ from torchvision.ops import FrozenBatchNorm2d, box_iou
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from fasttrain.errors import ConfigError
-from fasttrain.recipes.retinanet.images import load_image, resize, scale_boxes
+from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
+from fasttrain.recipes.retinanet.resize import resize, scale_boxes
 
 SIZE = (64, 96)
 SMALL = RetinaNetConfig(

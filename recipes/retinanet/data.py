@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from fasttrain.callbacks import DALIConfig, DALILoader, UsableSamples, require_dali
 from fasttrain.environment import cache_folder
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
+from fasttrain.recipes.image_sets.bad import BadImages, ImagePolicy
+from fasttrain.recipes.image_sets.drawn import drawing_bar
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
 from fasttrain.recipes.retinanet.dataset import DetectionDataset
 from fasttrain.recipes.retinanet.drawing import GeneratedConfig
@@ -55,7 +55,7 @@ class DataConfig:
     """The torch loader's processes; null is the usable cores less one where there are more than 4, else none."""
     cache: Literal["none", "ram"] = "none"
     """`ram` keeps the resized images of the training set: for sets that fit. The torch loader's only."""
-    on_bad_image: Literal["error", "skip"] = "error"
+    on_bad_image: ImagePolicy = "error"
     """What to do about a file that can't be decoded: stop, or leave it out and count it."""
     on_bad_record: Literal["error", "skip"] = "error"
     """What to do about a faulty image or annotation record: stop, or leave it out and count it."""
@@ -92,7 +92,7 @@ class DetectionData(pl.LightningDataModule):
         self.config = config
         self._sets: dict[str, DetectionSet] = {}
         self._datasets: dict[str, DetectionDataset] = {}
-        self._bad_images: dict[str, set[int]] = {"train": set(), "val": set()}
+        self._bad_images = BadImages()
         self.dali_loaders: dict[str, DALILoader] = {}
 
     def with_dali_loader(self, config: DALIConfig) -> "DetectionData":
@@ -104,15 +104,8 @@ class DetectionData(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Generate the set if no other is given; a second time finds it in the cache."""
         if self.config.train_images is None:
-            # Drawn on standard error, in a terminal only, and taken away again: a run's own output begins after it.
-            console = Console(stderr=True)
-            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-                task = bar.add_task("drawing the generated set", total=None, visible=False)
-                generate(
-                    self._cache_folder(),
-                    self.config.generated,
-                    lambda done, total: bar.update(task, completed=done, total=total, visible=True),
-                )
+            with drawing_bar() as on_progress:
+                generate(self._cache_folder(), self.config.generated, on_progress)
 
     def setup(self, stage: str) -> None:
         """Read and judge both annotation files.
@@ -175,10 +168,8 @@ class DetectionData(pl.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
         """Note the images that the dataset left out, while the batch is still on the CPU; DALI's loaders note them."""
-        bad = batch["bad_image_id"]
-        if self.config.loader == "torch" and self.config.on_bad_image == "skip" and bad.max() >= 0:
-            training = self.trainer is None or self.trainer.training
-            self._bad_images["train" if training else "val"].update(i for i in bad.tolist() if i >= 0)
+        if self.config.loader == "torch" and self.config.on_bad_image == "skip":
+            self._bad_images.note(batch, training=self.trainer is None or self.trainer.training)
         return batch
 
     def bad_samples(self) -> dict[str, int]:
@@ -187,9 +178,8 @@ class DetectionData(pl.LightningDataModule):
         for split, found in self._sets.items():
             for what, count in found.skipped.items():
                 counts[f"{split}: {what}"] = count
-            if bad := self._bad_images[split] | self._refused(split):
-                first = found.images.name(min(bad))
-                counts[f"{split}: images that can't be used, the first of them '{first}'"] = len(bad)
+            self._bad_images.add(split, self._refused(split))
+            counts |= self._bad_images.count(split, found.images.name)
         return counts
 
     def teardown(self, stage: str) -> None:
@@ -206,7 +196,7 @@ class DetectionData(pl.LightningDataModule):
                 dataset, order, batch_size, drop_last=drop_last, workers=config.num_workers, on_gpu=on_gpu
             )
         if split in self.dali_loaders:  # Lightning asks for another one when it reloads
-            self._bad_images[split] |= self._refused(split)
+            self._bad_images.add(split, self._refused(split))
             self.dali_loaders[split].close()
         loader = dali_loader(dataset, order, batch_size, drop_last=drop_last, device=device, config=config.dali)
         self.dali_loaders[split] = loader

@@ -5,15 +5,8 @@ of workers, the batch size and a resume change nothing. Crowd boxes are no train
 training (MLPerf's reference makes an exception for OpenImages: `crowd_targets`); images without boxes stay and teach
 background.
 
-What "skip" does with an image file that can't be used:
-
-- in training (`substitute`) the next usable image of the set takes its place, so every batch keeps its shape and holds
-  real images only: a blank one would count in the statistics of trainable batch normalization;
-- in evaluation the sample is blank and has no boxes. Its ground truth still counts in the score, as if nothing had
-  been found in it: a score can only fall by unreadable images, never rise. Leave out the detections of such samples.
-
-Either way `bad_image_id` carries the index of the unusable image, -1 for a good sample, out of the worker process to
-whoever counts and reports.
+What "skip" does with an image file that can't be used is told in `image_sets.bad`. In evaluation such a sample has no
+boxes, but its ground truth counts in the score as if nothing had been found in it: leave out its detections.
 """
 
 from __future__ import annotations
@@ -31,18 +24,18 @@ from torch.utils.data import Dataset
 
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
+from fasttrain.recipes.image_sets.bad import ImagePolicy, usable_or_next
+from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.retinanet.coco import DetectionSet
-from fasttrain.recipes.retinanet.images import load_image, resize
+from fasttrain.recipes.retinanet.resize import resize
+from fasttrain.sample_random import sample_bits
 
 if TYPE_CHECKING:
     from jaxtyping import UInt8
 
 Batch = dict[str, Tensor]
-ImagePolicy = Literal["error", "skip"]
 CacheKind = Literal["none", "ram"]
 
-MASK64 = 2**64 - 1
-MAX_UNUSABLE_IN_A_ROW = 100
 UNKNOWN, CACHED, UNUSABLE = 0, 1, 2
 BLANK = -1
 
@@ -156,19 +149,9 @@ class DetectionDataset(Dataset[Batch]):
 
     def _usable(self, index: int) -> tuple[int, UInt8[Tensor, "3 H W"] | None]:
         """Return an image and its index: the one asked for, or what the policy puts in its place."""
-        pixels = self._pixels(index)
-        if pixels is not None or not self.substitute:
-            return index, pixels
-        for step in range(1, min(len(self), MAX_UNUSABLE_IN_A_ROW)):
-            other = (index + step) % len(self)
-            pixels = self._pixels(other)
-            if pixels is not None:
-                return other, pixels
-        path = self.detection_set.images[index].path
-        raise DataError(
-            f"'{path}' and the {min(len(self), MAX_UNUSABLE_IN_A_ROW) - 1} images after it can't be used; "
-            "replace them, or set data.on_bad_image=error to see what is wrong with the first."
-        )
+        if not self.substitute:
+            return index, self._pixels(index)
+        return usable_or_next(index, len(self), self._pixels, lambda i: self.detection_set.images[i].path)
 
     def _pixels(self, index: int) -> UInt8[Tensor, "3 H W"] | None:
         """Return the resized image, or None if its file is bad and the policy is to skip it."""
@@ -204,18 +187,8 @@ class DetectionDataset(Dataset[Batch]):
 
 
 def flips(seed: int, epoch: int, index: int) -> bool:
-    """Tell whether a sample is mirrored on this visit: a fair coin that is a pure function of its arguments.
-
-    The hash is SplitMix64's (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014); making a
-    NumPy generator for each sample takes longer than copying a small image.
-    """
-    state = 0
-    for part in (seed, epoch, index):
-        state = ((state ^ part) + 0x9E3779B97F4A7C15) & MASK64
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & MASK64
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & MASK64
-        state ^= state >> 31
-    return state >> 63 == 1
+    """Tell whether a sample is mirrored on this visit: a fair coin that is a pure function of its arguments."""
+    return sample_bits(seed, epoch, index) >> 63 == 1
 
 
 def collate(samples: Batch | Sequence[Batch]) -> Batch:

@@ -6,18 +6,28 @@ around that are no object.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from fasttrain.errors import ConfigError, nearest
-
-Floats = NDArray[np.floating[Any]]  # float32; NumPy's stubs take it times a Python float for float64
+from fasttrain.recipes.image_sets.shapes import (
+    OUTLINES,
+    Floats,
+    Outline,
+    checks,
+    crescent,
+    disc,
+    ground,
+    noise,
+    paint,
+    slope,
+    stripes,
+    stroke,
+    unit_area,
+)
 
 MAX_IMAGES = 10**6 - 1  # six digits in a file name
 SPLITS = ("train", "val")
@@ -64,129 +74,16 @@ class GeneratedConfig:
             raise ConfigError(f"generated.max_hidden is {self.max_hidden}; a fraction from 0 to less than 1 is needed")
 
 
-# ---- outlines: signed distance, negative inside, in units of the radius of the circle around the shape -----------
-
-
-def _disc(u: Floats, v: Floats) -> Floats:
-    return np.hypot(u, v) - 0.92
-
-
-def _square(u: Floats, v: Floats) -> Floats:
-    return np.maximum(np.abs(u), np.abs(v)) - 0.76
-
-
-def _triangle(u: Floats, v: Floats) -> Floats:
-    return np.maximum(np.abs(u) * 0.866 - v * 0.5, v) - 0.5
-
-
-def _ring(u: Floats, v: Floats) -> Floats:
-    return np.abs(np.hypot(u, v) - 0.74) - 0.22
-
-
-def _star(u: Floats, v: Floats) -> Floats:
-    """Five points: in half a sector, folded together, the edge runs from a tip at radius 1 to a notch at 0.45."""
-    half = math.pi / 5
-    angle = np.abs((np.arctan2(u, -v) + half) % (2 * half) - half)
-    radius = np.hypot(u, v)
-    notch_x, notch_y = 0.45 * math.cos(half), 0.45 * math.sin(half)
-    length = math.hypot(1 - notch_x, notch_y)
-    return (radius * np.cos(angle) - 1) * (notch_y / length) + radius * np.sin(angle) * ((1 - notch_x) / length)
-
-
-def _cross(u: Floats, v: Floats) -> Floats:
-    a, b = np.abs(u), np.abs(v)
-    distance: Floats = np.maximum(np.maximum(a, b) - 0.94, np.minimum(a, b) - 0.3)
-    return distance
-
-
-def _crescent(u: Floats, v: Floats) -> Floats:
-    bite: Floats = 0.85 - np.hypot(u - 0.5, v)
-    return np.maximum(np.hypot(u, v) - 0.95, bite)
-
-
-def _stroke(u: Floats, v: Floats) -> Floats:
-    return np.hypot(np.maximum(np.abs(u) - 0.95, 0), v) - 0.055
-
-
-Outline = Callable[[Floats, Floats], Floats]
-OUTLINES: dict[str, Outline] = {
-    "disc": _disc, "square": _square, "triangle": _triangle, "ring": _ring, "star": _star, "cross": _cross,
-}  # fmt: skip
 # What lies around that is no object, with the range of its size as a fraction of the image's side.
-CRESCENT, STROKE, SPECK = (_crescent, 0.15, 0.4), (_stroke, 0.3, 1.2), (_disc, 0.02, 0.05)
+CRESCENT, STROKE, SPECK = (crescent, 0.15, 0.4), (stroke, 0.3, 1.2), (disc, 0.02, 0.05)
 DISTRACTORS: tuple[tuple[Outline, float, float], ...] = (CRESCENT, STROKE, SPECK)
 
 
-# ---- drawing: at this size a picture costs NumPy calls, not pixels, so random numbers are drawn by the handful ---
-
-
-@cache
-def _unit_area(outline: Outline) -> float:
-    """Area of a shape of radius 1."""
-    axis = np.linspace(-1.3, 1.3, 261, dtype=np.float32)
-    return float(np.count_nonzero(outline(axis[None, :], axis[:, None]) < 0)) * 0.01**2
-
-
-@cache
-def _noise_sheet() -> Floats:
-    """Standard normal noise (512, 512) of which every picture takes a piece."""
-    return np.random.default_rng(0).standard_normal((512, 512), dtype=np.float32)
-
-
-def _noise(rng: np.random.Generator, size: int) -> Floats:
-    sheet = _noise_sheet()
-    if size > 256:
-        return rng.standard_normal((size, size), dtype=np.float32)
-    top, left = rng.integers(512 - size, size=2).tolist()
-    return sheet[top : top + size, left : left + size]
-
-
-def _unit(values: Floats) -> Floats:
-    """The values, in place, limited to 0..1."""
-    np.maximum(values, 0, out=values)
-    return np.minimum(values, 1, out=values)
-
-
-def _colour(drawn: list[float], apart_from: list[float]) -> list[float]:
-    """Red, green, blue in 0..255: of the vivid colours made from nine numbers, the one farthest from another colour."""
-    best, farthest = apart_from, -1.0
-    for at in (0, 3, 6):
-        three = drawn[at : at + 3]
-        low, high = min(three), max(three)
-        stretch = (high - 0.4 * low) / (high - low + 1e-3)  # moves the colour off the grey axis
-        colour = [min(255.0, 30 + 212 * (low + (value - low) * stretch)) for value in three]
-        distance = sum(abs(one - other) for one, other in zip(colour, apart_from, strict=True))
-        if distance > farthest:
-            best, farthest = colour, distance
-    return best
-
-
-def _planes(colour: list[float]) -> Floats:
-    return np.array(colour, dtype=np.float32).reshape(3, 1, 1)
-
-
-def _ground(rng: np.random.Generator, size: int) -> Floats:
-    """A cloudy ground (3, size, size) in 0..255: enlarged colour noise with finer grey noise on it."""
-    coarse, fine = rng.integers((2, 6), (6, 15)).tolist()
-    base, strength, graininess = 50 + 140 * rng.random(3), 30 + 50 * rng.random(), 5 + 35 * rng.random()
-    clouds = base + strength * (rng.random((coarse, coarse, 3)) + rng.random((coarse, coarse, 1)) - 1)
-    grain = 128 + graininess * (2 * rng.random((fine, fine)) - 1)
-    layers = [
-        np.asarray(Image.fromarray(cells.clip(0, 255).astype(np.uint8)).resize((size, size), Image.Resampling.BICUBIC))
-        for cells in (clouds, grain)
-    ]
-    return layers[0].transpose(2, 0, 1).astype(np.float32, order="C") + (layers[1].astype(np.float32) - 128)
-
-
 def _texture(kind: float, waves: float, phase: float, u: Floats, v: Floats) -> Floats | None:
-    """Weight of the second colour over a shape: a slope, stripes or checks, or None for a plain one. All in 0..1."""
-    rate, phase = 5 + 6 * waves, 2 * math.pi * phase
-    if kind < 0.2:
-        return _unit(0.6 * u + 0.5)
-    if kind < 0.3:
-        return _unit(2 * np.sin(rate * u + phase) + 0.5)
-    if kind < 0.4:
-        return _unit(3 * np.sin(rate * u + phase) * np.sin(rate * v) + 0.5)
+    """Weight of the second colour over a shape: two of three shapes have one colour only."""
+    for below, texture in ((0.2, slope), (0.3, stripes), (0.4, checks)):
+        if kind < below:
+            return texture(5 + 6 * waves, 2 * math.pi * phase, u, v)
     return None
 
 
@@ -196,7 +93,7 @@ class _Canvas:
     def __init__(self, rng: np.random.Generator, config: GeneratedConfig) -> None:
         self.rng, self.size = rng, config.image_size
         size, self.must_show, self.max_turn = config.image_size, 1 - config.max_hidden, math.radians(config.max_turn)
-        self.picture = _ground(rng, size)
+        self.picture = ground(rng, size)
         self.owner = np.full((size, size), -1, dtype=np.int64)
         self.seen: list[int] = []  # pixels of each object that are still seen
         self.needed: list[float] = []  # and how many must stay so
@@ -220,7 +117,7 @@ class _Canvas:
             v = dy * (cos / stretch) - dx * (sin / stretch)
             distance = outline(u, v)
             distance *= radius
-            needed = self.must_show * _unit_area(outline) * radius**2
+            needed = self.must_show * unit_area(outline) * radius**2
             if self._claim(distance < 0, (down, across), needed, is_object):
                 self._paint(self.picture[:, down, across], distance, u, v, radius)
                 return True
@@ -245,18 +142,7 @@ class _Canvas:
 
     def _paint(self, patch: Floats, distance: Floats, u: Floats, v: Floats, radius: float) -> None:
         random = self.rng.random(25).tolist()
-        kind, waves, phase, blend, light, outlined, darkness = random[18:]
-        colour = _colour(random[:9], patch[:, patch.shape[1] // 2, patch.shape[2] // 2].tolist())
-        paint, texture = _planes(colour), _texture(kind, waves, phase, u, v)
-        if texture is not None:
-            paint = (_planes(_colour(random[9:18], colour)) - paint) * (texture * (0.2 + 0.5 * blend)) + paint
-        shade = u * (0.2 * math.cos(6.28 * light)) + v * (0.2 * math.sin(6.28 * light)) + 1
-        if outlined < 0.4:
-            shade *= 1 - 0.55 * _unit(distance + (max(1.0, 0.09 * radius) + 0.5))
-        drop = max(1, round(0.12 * radius))
-        shadow = _unit(distance[:-drop, :-drop] * (-0.5 / drop) + 0.6)
-        patch[:, drop:, drop:] *= 1 - 0.55 * darkness * shadow
-        patch += (paint * shade - patch) * _unit(0.5 - distance)
+        paint(patch, distance, u, v, radius, random, _texture(*random[18:21], u, v))
 
 
 @dataclass(frozen=True)
@@ -283,7 +169,7 @@ def draw(config: GeneratedConfig, split: str, index: int) -> Drawing:
     if rng.random() < 0.35:
         canvas.place(*STROKE)  # across what is there
     picture = canvas.picture
-    picture += _noise(rng, config.image_size) * (config.noise * rng.random())
+    picture += noise(rng, config.image_size) * (config.noise * rng.random())
     np.minimum(np.maximum(picture, 0, out=picture), 255, out=picture)
     return Drawing(picture.transpose(1, 2, 0).astype(np.uint8, order="C"), canvas.owner, labels)
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fasttrain.callbacks import image_header, portable_pixmap
+from fasttrain.recipes.image_sets.files import decode_image, read_file
 from fasttrain.recipes.retinanet.coco import ImageTable
-from fasttrain.recipes.retinanet.images import decode_image, read_file
 
 
 class EncodedImages:

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from fasttrain.callbacks import DALIConfig, DALILoader, DetectionGraph, UsableSamples, WhenBad
-from fasttrain.environment import usable_cores
 from fasttrain.order import EpochOrder, ResumableLoader, SampleKey
+from fasttrain.recipes.image_sets.loader import image_loader
 from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
 from fasttrain.recipes.retinanet.encoded import EncodedImages
 
@@ -18,19 +18,15 @@ def torch_loader(
     dataset: DetectionDataset, order: EpochOrder, batch_size: int, *, drop_last: bool, workers: int | None, on_gpu: bool
 ) -> ResumableLoader:
     """Return batches of the CPU, made by `workers` processes; None is what this machine has to spare."""
-    cores = usable_cores()
-    if workers is None:
-        # A cache in memory fills in this process; on few cores workers take from the step what they give.
-        workers = 0 if dataset.is_cached or cores <= 4 else min(16, cores - 1)
-    return ResumableLoader(
+    return image_loader(
         dataset,
         order,
+        workers,
+        on_gpu=on_gpu,
+        in_this_process=dataset.is_cached,
         batch_size=batch_size,
         drop_last=drop_last,
-        num_workers=workers,
         collate_fn=collate,
-        pin_memory=on_gpu,
-        persistent_workers=workers > 0,
     )
 
 

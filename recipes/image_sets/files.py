@@ -1,4 +1,4 @@
-"""Image files as uint8 RGB tensors, and the resize that goes with them.
+"""Image files as uint8 RGB tensors.
 
 `load_image` gives what a person sees in a viewer: grey, palette and CMYK become RGB, transparency is dropped, 16 bits
 become the upper 8, the first frame stands for an animation, and the EXIF orientation is applied. Boxes however are in
@@ -6,9 +6,6 @@ pixels of one particular frame, and tools disagree on which: torchvision's COCO 
 EXIF, detectron2 and most labelling tools apply it. So where the annotated size is given the image comes out in that
 size: rotated if that gives it, else unrotated if that does, else it is a DataError. An orientation that keeps the size
 (upside down, mirrored, or a square image) can't be decided this way and is applied.
-
-`resize` is the one of MLPerf's reference and of torchvision's detection models: bilinear, half-pixel centres, no
-antialiasing, aspect ratio not kept.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import torchvision  # noqa: F401  (its import registers torch.ops.image)
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
@@ -30,7 +26,7 @@ from torch import Tensor
 from fasttrain.errors import DataError
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Shaped, UInt8
+    from jaxtyping import UInt8
     from numpy.typing import NDArray
 
 RGB = 3  # torchvision.io.ImageReadMode.RGB
@@ -42,7 +38,7 @@ EXIF_SEARCHED_BYTES = 2**17  # the EXIF block of a JPEG is at most 64 KiB long a
 def load_image(path: str | Path, annotated_size: tuple[int, int] | None = None) -> UInt8[Tensor, "3 H W"]:
     """Decode an image file to RGB.
 
-    The result may be laid out channels last in memory, as decoders write it; `resize` is fastest on that.
+    The result may be laid out channels last in memory, as decoders write it; resizing is fastest on that.
 
     Args:
         path: of the file; what it holds is told by its content, not by its name.
@@ -70,31 +66,6 @@ def decode_image(
         f"'{path}' is {_size(pixels)} pixels{turned}, but its annotation says {width} x {height}; "
         "use the file that was annotated, or correct width, height and boxes."
     )
-
-
-def resize(image: Shaped[Tensor, "3 h w"], size: tuple[int, int]) -> Shaped[Tensor, "3 H W"]:
-    """Return the image in another height and width, contiguous.
-
-    A floating-point image gives exactly what torchvision's detection transform gives. A uint8 image stays one and is
-    within one grey level of that, in a tenth of the time.
-    """
-    if tuple(image.shape[1:]) == size:
-        return image.contiguous()
-    return F.interpolate(image[None], size=size, mode="bilinear", align_corners=False)[0].contiguous()
-
-
-def scale_boxes(
-    boxes: Float[Tensor, "*N 4"], from_size: tuple[int, int], to_size: tuple[int, int]
-) -> Float[Tensor, "*N 4"]:
-    """Return x1 y1 x2 y2 boxes of an image of one height and width in the pixels of another.
-
-    Equal to torchvision's bit for bit: both divide and multiply in the dtype of the boxes.
-    """
-    ratio_y, ratio_x = (
-        torch.tensor(to, dtype=boxes.dtype) / torch.tensor(of, dtype=boxes.dtype)
-        for to, of in zip(to_size, from_size, strict=True)
-    )
-    return boxes * torch.stack((ratio_x, ratio_y, ratio_x, ratio_y)).to(boxes.device)
 
 
 def _size(pixels: Tensor) -> str:
@@ -133,7 +104,7 @@ def _decode(path: str | Path, data: NDArray[np.uint8]) -> tuple[Tensor, int]:
             return _decode_with_pillow(data.tobytes())
     except UnidentifiedImageError:
         kind = "a damaged JPEG" if jpeg else "no image in a known format"
-        raise DataError(f"'{path}' is {kind}; replace the file or remove it from the annotations.") from None
+        raise DataError(f"'{path}' is {kind}; replace the file, or take it out of the set.") from None
     except Exception as error:  # Pillow's readers raise nearly anything on damaged files, struct.error and KeyError too
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise DataError(f"'{path}' is damaged or cut off ({reason}); download or copy it again.") from None
