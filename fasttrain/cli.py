@@ -151,6 +151,36 @@ def tune(
         raise typer.Exit(130)
 
 
+plan_app = typer.Typer(no_args_is_help=True, help="Work out a run before it is started.")
+app.add_typer(plan_app, name="plan")
+
+
+@plan_app.command("batch")
+def plan_batch(
+    samples: Annotated[int, typer.Argument(help="Samples of one epoch; 1281167 for ImageNet.")],
+    gpus: Annotated[int, typer.Option(help="GPUs of the whole run.")],
+    batch: Annotated[int, typer.Option(help="Samples a step and GPU.")],
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Propose other numbers of whole nodes, too.", show_default=False)
+    ] = None,
+    near: Annotated[float, typer.Option(help="How far proposals may be from this global batch, a share of it.")] = 0.05,
+    epochs: Annotated[int, typer.Option(help="Of the run, for its evaluations.")] = 37,
+    evaluate_every: Annotated[int, typer.Option(metavar="EPOCHS", help="Epochs between evaluations.")] = 4,
+    offset: Annotated[int, typer.Option(help="Epoch, from 0, after which the first evaluation comes.")] = 2,
+    warmup_epochs: Annotated[float, typer.Option(help="Of the learning rate.")] = 2.0,
+) -> None:
+    """Show what a batch size wastes of each epoch, when the run evaluates, and batch sizes that waste less.
+
+    An epoch's last step is padded: its work beyond the samples is wasted. The defaults are ResNet-50's of MLPerf.
+    """
+    from fasttrain.batch_plan import BatchPlan, plan_lines, proposals
+
+    wanted = BatchPlan(samples, gpus, batch)
+    better = proposals(wanted, gpus_per_node, near)
+    for line in plan_lines(wanted, better, epochs, evaluate_every, offset, warmup_epochs):
+        Console().print(line, highlight=False, soft_wrap=True)
+
+
 @app.command("list")
 def list_() -> None:
     """List the recipes and the optimizations that come with fasttrain."""

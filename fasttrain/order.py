@@ -68,6 +68,32 @@ class EpochOrder(DistributedSampler[Any]):
         return (self.size - self.rank + self.num_replicas - 1) // self.num_replicas
 
 
+class EvaluationOrder(EpochOrder):
+    """Yields every sample once, in ascending order, and then keys of no sample, so that all ranks and batches are full.
+
+    Ranks with different numbers of batches don't go together with DDP, which sends buffers around before each forward,
+    in evaluation too. A key of no sample has the index `size`; the dataset makes of it what counts for nothing.
+
+    Args:
+        size: number of samples in the dataset.
+        rank, world_size: as for `EpochOrder`.
+        batch_size: every rank's count is a multiple of it, so that shapes stay the same.
+    """
+
+    def __init__(self, size: int, *, rank: int = 0, world_size: int = 1, batch_size: int = 1) -> None:
+        super().__init__(size, shuffle=False, seed=0, rank=rank, world_size=world_size)
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[SampleKey]:
+        own = list(super().__iter__())
+        yield from own
+        yield from [SampleKey(self.epoch, self.size)] * (len(self) - self.first - len(own))
+
+    def __len__(self) -> int:
+        largest_share = -(-self.size // self.num_replicas)
+        return -(-largest_share // self.batch_size) * self.batch_size
+
+
 class Resumable:
     """A loader whose position is part of the checkpoint.
 

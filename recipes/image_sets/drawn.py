@@ -2,14 +2,10 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import secrets
 import shutil
-import signal
-import sys
-import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,8 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fasttrain.errors import DataError
+from fasttrain.processes import in_processes
 
-Task = TypeVar("Task")
 Result = TypeVar("Result")
 OnProgress = Callable[[int, int], None]
 Chunk = tuple[str, int, int]
@@ -85,7 +81,7 @@ def draw_chunks(
     chunks = [(split, at, min(at + CHUNK, count)) for split, count in counts.items() for at in range(0, count, CHUNK)]
     found: dict[str, list[Result]] = {split: [] for split in counts}
     done = 0
-    with closing(_in_processes(draw, chunks, processes)) as results:
+    with closing(in_processes(draw, chunks, processes)) as results:
         for (split, _, _), drawn in zip(chunks, results, strict=True):
             found[split] += drawn
             done += len(drawn)
@@ -125,16 +121,3 @@ def _move(unfinished: Path, place: Path, stamp: Mapping[str, Any], is_complete: 
         if not whole():
             raise
     shutil.rmtree(place / "damaged", ignore_errors=True)
-
-
-def _in_processes(work: Callable[[Task], Result], tasks: list[Task], processes: int) -> Generator[Result, None, None]:
-    """Yield work(task) in order, from forked processes where the system forks safely (Linux), else from this one."""
-    if processes < 2 or not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
-        yield from map(work, tasks)
-        return
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forking a process that has threads; these children take no lock of theirs.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pool = multiprocessing.get_context("fork").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    with pool:
-        yield from pool.imap(work, tasks)
