@@ -61,6 +61,12 @@ def dsb2018(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def grocery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photographs of groceries with a folder for each of 81 classes: train, val, test."""
+    return _unpacked("cls_grocery160.tar", tmp_path_factory) / "grocery"
+
+
+@pytest.fixture(scope="session")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Values computed by others."""
     return _unpacked("golden_fixtures.tar.gz", tmp_path_factory) / "golden"

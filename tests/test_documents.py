@@ -56,7 +56,7 @@ def test_commands_name_recipes_and_keys_that_exist(document: Path) -> None:
         overrides = [word for word in words if "=" in word]
         recipes = [word for word in words if "=" not in word]
         if recipes and not recipes[0].startswith("runs/"):
-            assert resolve(find_recipe(recipes[0]), overrides).config.recipe == "retinanet"
+            assert resolve(find_recipe(recipes[0]), overrides).config.recipe == Path(recipes[0]).stem
 
 
 def test_fields_of_every_yaml_fragment_resolve() -> None:

@@ -34,7 +34,8 @@ def test_logits_equal_torchvisions_with_the_same_weights(mlperf: ResNet) -> None
     module.model.load_state_dict(mlperf.state_dict())
     images = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (IMAGE_MEAN, IMAGE_STD))
-    normalised = (images / 255 - mean) / std
+    normalised = module.normalise(images)
+    torch.testing.assert_close(normalised, (images / 255 - mean) / std, rtol=1e-5, atol=1e-6)
     for training in (True, False):
         module.train(training), theirs.train(training)
         expected = theirs(normalised)

@@ -164,8 +164,15 @@ class ClassificationData(pl.LightningDataModule):
             self._files[split], config.image_size, config.shorter_side, augmentation, config.on_bad_image
         )
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options = {"batch_size": batch_size, "drop_last": True, "collate_fn": collate}
-        return image_loader(dataset, order, config.num_workers, on_gpu=on_gpu, **options)
+        return image_loader(
+            dataset,
+            order,
+            config.num_workers,
+            on_gpu=on_gpu,
+            batch_size=batch_size,
+            drop_last=True,
+            collate_fn=collate,
+        )
 
     def _rank(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
