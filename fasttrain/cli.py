@@ -27,6 +27,7 @@ app = typer.Typer(
     [bold]fasttrain doctor retinanet[/]                      what keeps the step from being captured as a CUDA graph
     [bold]fasttrain tune retinanet[/]                       which modules pay to be fused on this GPU, measured and kept
     [bold]fasttrain bench data retinanet[/]                  whether it waits for its data, and what would help
+    [bold]fasttrain plan batch 1281167 --gpus=8 --batch=408[/]  what a batch size wastes of an epoch
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )

@@ -21,6 +21,7 @@ from fasttrain.fit import Outcome, fit
 from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.resnet50.data import ClassificationData, DataConfig
 from fasttrain.recipes.resnet50.drawing import GeneratedConfig
+from fasttrain.recipes.resnet50.folders import read_folder
 from fasttrain.recipes.resnet50.model import ResNetConfig
 from fasttrain.recipes.resnet50.module import ResNetTraining, TrainingConfig
 from fasttrain.recipes.resnet50.optimizer import OptimizerConfig
@@ -206,19 +207,22 @@ def test_optimizer_can_be_asked_for_without_a_trainer() -> None:
 
 
 def test_real_photographs_are_learned_from(grocery: Path, tmp_path: Path) -> None:
-    """A few steps on 81 kinds of groceries: all of them are found, and the loss falls."""
-    train, val = grocery / "train", grocery / "test"
+    """All 81 kinds of groceries are found; a few steps on three of them lower the loss."""
+    train, test = read_folder(grocery / "train"), read_folder(grocery / "test")
+    assert (len(train), len(test), len(train.class_names)) == (2640, 2485, 81)
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for name in ("00", "27", "50"):
+            (tmp_path / split / name).symlink_to(grocery / split / name)
     outcome = run(
-        tmp_path / "run", f"data.train={train}", f"data.val={val}", "data.image_size=64", "data.batch_size=24",
-        "data.mixup=0", "module.ema_decay=null", "module.optimizer.name=sgd", "module.optimizer.lr=0.02",
-        "module.optimizer.warmup_epochs=0", "trainer.max_epochs=1", "trainer.limit_train_batches=24",
-        "trainer.limit_val_batches=1",
+        tmp_path / "run", f"data.train={tmp_path / 'train'}", f"data.val={tmp_path / 'test'}", "data.image_size=64",
+        "data.batch_size=16", "data.mixup=0", "module.ema_decay=null", "module.optimizer.name=sgd",
+        "module.optimizer.lr=0.03", "trainer.max_epochs=5", "trainer.check_val_every_n_epoch=5",
     )  # fmt: skip
     losses = [value for _, value in rows(outcome.folder, "loss")]
-    assert len(losses) == 24
-    assert sum(losses[-6:]) / 6 < sum(losses[:6]) / 6 - 0.1
-    config = (outcome.folder / "config.yaml").read_text()
-    assert "num_classes: 81" in config
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 0.15
+    assert rows(outcome.folder, "top1")[-1][1] > 0.5
+    assert "num_classes: 3" in (outcome.folder / "config.yaml").read_text()
 
 
 def test_target_is_mlperfs_but_on_the_generated_set() -> None:

@@ -123,8 +123,9 @@ class ClassificationDataset(Dataset[Batch]):
         images = self._blank(len(loaded))
         for row, image in enumerate(loaded):
             if image is not None:
-                image = _resized(image, resized_size(*image.shape[1:], self.resize))
-                top, left = centre(*image.shape[1:], self.side)
+                height, width = resized_size(image.shape[1], image.shape[2], self.resize)
+                top, left = centre(height, width, self.side)
+                image = _resized(image, (height, width))
                 images[row] = image[:, top : top + self.side, left : left + self.side]
         return images
 

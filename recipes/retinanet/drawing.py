@@ -142,7 +142,8 @@ class _Canvas:
 
     def _paint(self, patch: Floats, distance: Floats, u: Floats, v: Floats, radius: float) -> None:
         random = self.rng.random(25).tolist()
-        paint(patch, distance, u, v, radius, random, _texture(*random[18:21], u, v))
+        kind, waves, phase = random[18:21]
+        paint(patch, distance, u, v, radius, random, _texture(kind, waves, phase, u, v))
 
 
 @dataclass(frozen=True)
