@@ -59,7 +59,7 @@ class ResNetConfig:
                 raise ConfigError(f"module.model.{name} is {getattr(self, name)}; it must be at least 1.")
 
 
-class NarrowResNet(ResNet):
+class NarrowResNet(ResNet):  # type: ignore[misc]
     """torchvision's ResNet with a share of its channels everywhere."""
 
     def __init__(
