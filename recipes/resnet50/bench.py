@@ -49,7 +49,7 @@ def step_rows(batch: int, side: int = 224, arch: Any = "resnet50", accelerator: 
         if prepare is not None:
             prepare(module)
             batches = [batch_to_channels_last(each) for each in batches]
-        precision = "bf16-mixed" if accelerator == "gpu" else "32-true"  # on a CPU without matrix units bf16 takes seconds
+        precision = "bf16-mixed" if accelerator == "gpu" else "32-true"  # bf16 takes seconds there
         timed_fit(module, batches, timer, MOST_STEPS, precision, accelerator)
         if timer.why_not_credited is not None:
             print(f"resnet50: {variant} at batch {batch} is left out: {timer.why_not_credited}")
