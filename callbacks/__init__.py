@@ -23,6 +23,7 @@ from fasttrain.callbacks.dali_loader import (
     require_dali,
 )
 from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher, DevicePrefetchOptimization
+from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRanksOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
@@ -53,6 +54,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "cuda_graph_step": CUDAGraphStepOptimization,
     "dali_loader": DALILoaderOptimization,
     "device_prefetch": DevicePrefetchOptimization,
+    "evaluation_ranks": EvaluationRanksOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
@@ -90,6 +92,8 @@ __all__ = [
     "DevicePrefetcher",
     "DropoutAddLayerNorm",
     "EncodedFiles",
+    "EvaluationRanks",
+    "EvaluationRanksOptimization",
     "FeedForward",
     "FocalLoss",
     "FocalLossOptimization",

@@ -111,6 +111,8 @@ class Context:
     """What has been measured of the model's sites on this machine; None where that is not to be looked at."""
     taken: Mapping[str, str] = field(default_factory=dict)
     """Paths of modules that optimizations which act earlier will replace, and the optimization's name."""
+    processes: int = 1
+    """Processes of the run, over all nodes."""
 
 
 class ExampleBatch:

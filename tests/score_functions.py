@@ -22,6 +22,13 @@ def mean(truth: Truth, rows: Rows) -> dict[str, float]:
     return {"mean": float(rows.mean()) + truth.get("offset", 0.0), "count": float(len(rows))}
 
 
+def in_order(truth: Truth, rows: Rows) -> dict[str, float]:
+    """Numbers that tell whether all rows are there, once, and in their order; the first column is the image."""
+    places = np.arange(1.0, len(rows) + 1)
+    return {"places": float(places @ rows[:, 0]), "sum": float(places @ rows[:, 1]), "count": float(len(rows)),
+            "images": float(len(np.unique(rows[:, 0])))}  # fmt: skip
+
+
 def slow(truth: Truth, rows: Rows) -> dict[str, float]:
     time.sleep(truth["seconds"])
     return mean(truth, rows)
