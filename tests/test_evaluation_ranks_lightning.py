@@ -22,9 +22,12 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, TensorDataset
 
 from fasttrain.callbacks import EvaluationRanks
+from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
 from fasttrain.callbacks.evaluation_ranks import EvaluationRanksStrategy
-from fasttrain.config import TargetConfig
+from fasttrain.checkpoints import LAST
+from fasttrain.config import CheckpointConfig, TargetConfig
 from fasttrain.errors import OptimizationError
+from fasttrain.resume import ResumePoint
 from fasttrain.target import StopAtTarget
 
 forks = pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that uses CUDA can't be forked")
@@ -138,10 +141,11 @@ def fit(folder: Path, training: int, evaluation: int, *callbacks: pl.Callback, *
     """Train on so many ranks, evaluate on so many others; return what each told."""
     folder.mkdir(exist_ok=True)
     schedule, module = options.pop("schedule", {}), options.pop("module", None) or Module()
+    resume = options.pop("resume", None)
     fork: Any = {"start_method": "fork", "process_group_backend": "gloo", "timeout": timedelta(seconds=30)}
     strategy, added = DDPStrategy(**fork), list(callbacks)
     if evaluation:
-        ranks = EvaluationRanks(eval_ranks=evaluation, timeout_seconds=30, dead_after_seconds=10, **schedule)
+        ranks = EvaluationRanks(eval_ranks=evaluation, timeout_seconds=30, dead_after_seconds=20, **schedule)
         strategy, added = EvaluationRanksStrategy(ranks.config, **fork), [ranks, *callbacks]
     trainer = pl.Trainer(
         accelerator="cpu", devices=training + evaluation, strategy=strategy, callbacks=[*added, Tells(folder)],
@@ -149,7 +153,7 @@ def fit(folder: Path, training: int, evaluation: int, *callbacks: pl.Callback, *
         **{"max_epochs": 3, "logger": CSVLogger(folder, name="", version=""), **options},
     )  # fmt: skip
     torch.manual_seed(3)
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, datamodule=Data(), ckpt_path=resume)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(training + evaluation)]
 
 
@@ -210,6 +214,31 @@ def test_one_trains_and_one_evaluates_averaged_weights(tmp_path: Path) -> None:
     table = trained["table"][0]
     assert [row[0] for row in table.rows] == [10, 20, 30]
     assert [row[4] for row in table.rows] == [9, 9, 0], "batches later; the last is waited for"
+
+
+@forks
+@pytest.mark.skipif(
+    "is_first" not in inspect.signature(LateCheckpoint).parameters, reason="late checkpoints are one process's so far"
+)
+def test_two_training_ranks_keep_one_best_checkpoint(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, monitor="sum", mode="max", save_top_k=1, filename="{step}")
+    ranks = fit(tmp_path / "run", 2, 1, best, max_epochs=3)
+    scores = {step: scores["sum"] for step, _, scores in ranks[0]["scores"]}
+    (file,) = tmp_path.glob("*.ckpt")
+    assert torch.load(file, weights_only=False)["global_step"] == max(scores, key=lambda step: scores[step])
+
+
+@forks
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    def point() -> ResumePoint:
+        return ResumePoint(tmp_path, CheckpointConfig(every_n_minutes=None))
+
+    fit(tmp_path / "first", 1, 1, point(), max_epochs=2)
+    (rest, _) = fit(tmp_path / "rest", 1, 1, point(), max_epochs=4, resume=str(tmp_path / LAST))
+    (whole, _) = fit(tmp_path / "whole", 1, 1, max_epochs=4)
+    assert_same(rest["weights"], whole["weights"])
+    assert rest["scores"] == whole["scores"][2:]
+    assert [row[0] for row in rest["table"][0].rows] == [10, 30, 40], "without the one that was out, of which it warns"
 
 
 @forks

@@ -40,6 +40,9 @@ PARTS = {f"callbacks.{path.name}" for path in (PACKAGE / "callbacks").iterdir()
 PARTS |= {f"recipes.{path.name}" for path in (PACKAGE / "recipes").iterdir()
           if (path / "__init__.py").is_file() and not path.with_suffix(".yaml").is_file()}  # fmt: skip
 
+# Dedicated evaluation ranks are asynchronous scoring on other devices: the same scorer, targets and checkpoints.
+BUILT_ON = {"callbacks.evaluation_ranks": {"callbacks.async_scoring"}}
+
 
 def room_of(module: str) -> str | None:
     """Return `callbacks.NAME` or `recipes.NAME` for a module in a room."""
@@ -66,7 +69,8 @@ def test_a_room_imports_no_other_room(path: Path) -> None:
         inner = {name for name in imported(path) if room_of(name) in pages and name.count(".") > 3}
         assert inner == set(), "a recipe takes from a room what its package names"
         others -= pages
-    assert others <= (PARTS if own not in PARTS else set()), "a room builds on parts alone, and a part on no room"
+    allowed = PARTS | BUILT_ON.get(own, set()) if own not in PARTS else set()
+    assert others <= allowed, "a room builds on parts alone, and a part on no room"
     if own.startswith("callbacks."):
         for above in ("cli", "fit", "run", "plan", "recipe"):
             assert not any(name.startswith(f"fasttrain.{above}.") for name in imported(path)), "a room stands alone"

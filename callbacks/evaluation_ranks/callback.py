@@ -1,7 +1,7 @@
 """`EvaluationRanks`: the last processes of a Lightning run evaluate what the others hand over, while those go on."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,7 +76,12 @@ class EvaluationRanks(pl.Callback):
         self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
         self._batches = 0
         self._rows: Rows = []
-        self._begun = time.perf_counter()
+        self._begun, self._seconds_before = time.perf_counter(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds since the fit began, those before a resume included."""
+        return self._seconds_before + time.perf_counter() - self._begun
 
     # ---- begin and end of a fit --------------------------------------------------------------------------------------
 
@@ -121,7 +126,9 @@ class EvaluationRanks(pl.Callback):
             if isinstance(callback, StopAtTarget):
                 self._watchers.append(LateTarget(callback, lambda: self._ending is not None))
             elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                self._watchers.append(LateCheckpoint(callback, lambda: self._ending))
+                late = LateCheckpoint(callback, lambda: self._ending)
+                late.is_first = trainer.is_global_zero  # type: ignore[attr-defined]
+                self._watchers.append(late)
         if trainer.enable_validation:
             self.changes = [Change("validation", "handed over to ranks of its own", roles.evaluation)]
 
@@ -180,8 +187,7 @@ class EvaluationRanks(pl.Callback):
         for callback in callbacks:
             callback.on_validation_epoch_start(trainer, pl_module)
         tag = Tag(trainer.global_step, trainer.current_epoch, len(self._evaluations))
-        seconds = time.perf_counter() - self._begun
-        self._evaluations.append(_Evaluation(tag, logging_step(trainer), seconds, batches_later=self._batches))
+        self._evaluations.append(_Evaluation(tag, logging_step(trainer), self.seconds, batches_later=self._batches))
         for watcher in self._watchers:
             watcher.expect(trainer, tag)
         self._ending = tag
@@ -207,7 +213,7 @@ class EvaluationRanks(pl.Callback):
         if scored is None:
             return
         evaluation = next(e for e in self._evaluations if e.tag == scored.tag)
-        evaluation.taken_seconds, evaluation.scoring_seconds = time.perf_counter() - self._begun, scored.seconds
+        evaluation.taken_seconds, evaluation.scoring_seconds = self.seconds, scored.seconds
         evaluation.batches_later = self._batches - evaluation.batches_later
         for fault in scored.faults:
             rank_zero_warn(f"scoring {scored.tag}: {fault}; it was scored at the second attempt.")
@@ -245,12 +251,15 @@ class EvaluationRanks(pl.Callback):
     # ---- what is told and kept ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many evaluations were begun, and which one's score is still out."""
+        """Return the evaluations so far, and which one's score is still out."""
         pending = self._training.pending if self._training is not None else None
-        return {"evaluations": len(self._evaluations), "pending": str(pending) if pending else None}
+        taken = [asdict(evaluation) for evaluation in self._evaluations if evaluation.tag != pending]
+        return {"seconds": self.seconds, "evaluations": taken, "pending": str(pending) if pending else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Say what can't be made good: the weights of an evaluation that was out are in no checkpoint."""
+        """Go on from there, and say what can't be made good: the weights that were out are in no checkpoint."""
+        self._seconds_before = float(state_dict["seconds"])
+        self._evaluations = [_Evaluation(**{**each, "tag": Tag(**each["tag"])}) for each in state_dict["evaluations"]]
         if state_dict["pending"]:
             rank_zero_warn(
                 f"evaluation_ranks: the score of {state_dict['pending']} was still out when the checkpoint was "

@@ -1,8 +1,10 @@
 """Which ranks train and which evaluate, and the process groups between them."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -86,19 +88,24 @@ def assign_roles(
             f"evaluation_ranks: this run has {ranks} process{'es' if ranks > 1 else ''}, and {eval_ranks} of them "
             f"would evaluate, so that none is left to train; start at least {eval_ranks + 1}."
         )
-    groups = {"train": list(range(training)), "evaluate": list(range(training, ranks))}
+    groups = {"train": range(training), "evaluate": range(training, ranks)}
     # Every process makes every group, in the same order, those that it is not in too.
-    everyone = dist.new_group(backend="gloo", timeout=FOR_EVER)
-    own = {role: dist.new_group(members, gradients_timeout) for role, members in groups.items()}
+    everyone = _group(range(ranks), FOR_EVER, "gloo")
+    own = {role: _group(members, gradients_timeout) for role, members in groups.items()}
     timeout = timedelta(seconds=timeout_seconds + 60)
-    on_host = {role: dist.new_group(members, timeout, "gloo") for role, members in groups.items()}
-    weights = dist.new_group([0, *groups["evaluate"]], timeout)
+    on_host = {role: _group(members, timeout, "gloo") for role, members in groups.items()}
+    weights = _group([0, *groups["evaluate"]], timeout)
     role = "train" if rank < training else "evaluate"
     board = _board(rank, ranks, everyone, host, dead_after_seconds)
     is_weights_rank = rank == 0 or role == "evaluate"
     return Roles(
         rank, training, eval_ranks, own[role], on_host[role], weights if is_weights_rank else None, everyone, board
     )
+
+
+def _group(members: Iterable[int], timeout: timedelta | None, backend: str | None = None) -> ProcessGroup:
+    """Return a group; torch's mark of an absent one where this process is not in it."""
+    return cast(ProcessGroup, dist.new_group(list(members), timeout, backend))
 
 
 def _board(rank: int, ranks: int, everyone: ProcessGroup, host: str | None, dead_after_seconds: float) -> Board:
