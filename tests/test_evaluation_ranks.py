@@ -217,7 +217,7 @@ def test_scores_come_back_late_and_equal_those_of_one_process(training: int, eva
 
 
 def faulty_work(rank: int, eval_ranks: int, fault: str) -> Any:
-    timeout = 2 if fault == "hangs" else 30
+    timeout: float = 1.5 if fault == "hangs" else 30
     roles = assign_roles(eval_ranks, timeout_seconds=timeout, dead_after_seconds=2.5 if "killed" in fault else 20)
     net = nn.Linear(2, 1) if fault == "another module" and not roles.trains else Net()
     truth = {"folder": os.environ["FAULTS"], "times": 2, "fault": "raises"}
@@ -247,7 +247,7 @@ def faulty_work(rank: int, eval_ranks: int, fault: str) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("a broken image")
         if fault == "hangs":
-            time.sleep(4)
+            time.sleep(3)
         return [np.ones((1, 2))]
 
     EvaluationSide(roles, net, score, truth).serve(evaluate)
@@ -261,7 +261,7 @@ FAULTS = [
     ("training raises", 2, 1, 2, r"rank 1 has ended: KeyError: 'a label'"),
     ("training killed", 2, 1, 2, r"rank 1 gave no sign of life"),
     ("training killed", 1, 1, 1, r"the first training rank does not answer any more"),
-    ("hangs", 1, 1, 0, r"step 1 \(epoch 0\) has no score 2 s after its weights were handed over.*timeout_seconds"),
+    ("hangs", 1, 1, 0, r"step 1 \(epoch 0\) has no score 1.5 s after its weights were handed over.*timeout_seconds"),
     ("score", 1, 1, 0, r"rank 1 has ended: .*could not be scored: .*raised KeyError.*, at the second attempt too"),
     ("another module", 1, 1, 0, r"rank 1 has ended: .*other names, shapes or dtypes"),
 ]

@@ -1,6 +1,7 @@
 """Dedicated evaluation ranks in Lightning: training as without them, scores as of one process, one end for all."""
 
 import inspect
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,18 +17,27 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops import _EvaluationLoop, _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
+from rank_processes import run_ranks
 from score_functions import in_order
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fasttrain.callbacks import EvaluationRanks
 from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
-from fasttrain.callbacks.evaluation_ranks import EvaluationRanksStrategy
+from fasttrain.callbacks.evaluation_ranks import (
+    EvaluationRanksConfig,
+    EvaluationRanksOptimization,
+    EvaluationRanksStrategy,
+)
+from fasttrain.callbacks.evaluation_ranks.strategy import known, only
 from fasttrain.checkpoints import LAST
-from fasttrain.config import CheckpointConfig, TargetConfig
+from fasttrain.config import CheckpointConfig, TargetConfig, TrainerConfig
+from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
+from fasttrain.optimization import Applies, Context, Refuses
 from fasttrain.resume import ResumePoint
+from fasttrain.run import processes_of
 from fasttrain.target import StopAtTarget
 
 forks = pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that uses CUDA can't be forked")
@@ -111,6 +121,12 @@ class Tells(pl.Callback):
         self.folder = folder
         self.weights: list[Any] = []
         self.took: list[int] = []
+        self.rank, self.first = 0, False
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        roles = getattr(trainer.strategy, "roles", None)
+        self.rank = trainer.global_rank if roles is None else roles.rank
+        self.first = trainer.is_global_zero
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         taken = len(next((c.scores for c in trainer.callbacks if isinstance(c, EvaluationRanks)), []))
@@ -122,19 +138,16 @@ class Tells(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, Module)
         ranks = [callback for callback in trainer.callbacks if isinstance(callback, EvaluationRanks)]
-        strategy: Any = trainer.strategy
-        roles = getattr(strategy, "roles", None)
-        rank = trainer.global_rank if roles is None else roles.rank
         targets = [callback for callback in trainer.callbacks if isinstance(callback, StopAtTarget)]
         told = {
             "weights": pl_module.state_dict(), "step": trainer.global_step, "seen": pl_module.seen,
             "worlds": pl_module.worlds, "validated": self.weights, "took": self.took,
             "scores": [(tag.step, tag.epoch, scores) for each in ranks for tag, scores in each.scores],
             "changes": [each.changes for each in ranks], "table": [each.table() for each in ranks],
-            "reached_at": [target.reached_at for target in targets], "first": trainer.is_global_zero,
+            "reached_at": [target.reached_at for target in targets], "first": self.first,
             "metrics": dict(trainer.callback_metrics),
         }  # fmt: skip
-        torch.save(told, self.folder / f"rank{rank}.pt")
+        torch.save(told, self.folder / f"rank{self.rank}.pt")
 
 
 def fit(folder: Path, training: int, evaluation: int, *callbacks: pl.Callback, **options: Any) -> list[Any]:
@@ -250,6 +263,71 @@ def test_an_error_of_one_role_ends_the_other(breaks: str, tmp_path: Path) -> Non
         fit(tmp_path, 1, 1, module=Module(breaks), num_sanity_val_steps=0, max_epochs=100)
     assert time.monotonic() - begun < 30
     assert not list(tmp_path.glob("*.pt"))
+
+
+def two_fits_and_a_validation(rank: int) -> Any:
+    ranks = EvaluationRanks(timeout_seconds=30, dead_after_seconds=20)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=ranks.strategy, callbacks=[ranks], logger=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, datamodule=Data())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, datamodule=Data())
+    module.seen.clear()
+    trainer.validate(module, datamodule=Data(), verbose=False)
+    return {"scores": ranks.scores, "step": trainer.global_step, "validated": module.seen, "worlds": module.worlds}
+
+
+@forks
+def test_processes_started_by_others_fit_twice_and_validate_together() -> None:
+    def work(rank: int) -> Any:
+        os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does
+        return two_fits_and_a_validation(rank)
+
+    trained, evaluated = run_ranks(2, work)
+    assert [tag.step for tag, _ in trained["scores"]] == [10, 20]
+    assert evaluated["worlds"] == {(1, 1), (2, 2)}, "an evaluation rank's world in the fits, and that of all after them"
+    assert trained["validated"][0] != evaluated["validated"][0], "after a fit all ranks validate, as under DDP"
+
+
+def test_a_rank_loads_its_own_batches_alone() -> None:
+    loaded = []
+
+    class Numbers(Dataset[int]):
+        def __len__(self) -> int:
+            return 11
+
+        def __getitem__(self, index: int) -> int:
+            loaded.append(index)
+            return index
+
+    loader = only(DataLoader(Numbers(), batch_size=2), range(2, 4))
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
+    assert loaded == [4, 5, 6, 7]
+    assert len(loader) == 2
+    assert loader.batch_sampler.batch_size == 2
+    batches = only([10, 11, 12, 13], range(1, 3))  # a loader of another make
+    assert (list(batches), len(batches), batches.index(12)) == ([11, 12], 2, 2)
+    with pytest.raises(OptimizationError, match=r"validation loader \(list\) has no length.*use eval_ranks=1"):
+        known(float("inf"), [])
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "processes"),
+    [(1, 1, 1), (4, 2, 8), ("auto", 1, 1), ("2", 1, 2), ("0,1,3", 1, 3), ([0, 2], 1, 2)],
+)
+def test_the_plan_knows_the_processes(devices: Any, nodes: int, processes: int) -> None:
+    config = TrainerConfig(devices=devices, num_nodes=nodes)
+    assert processes_of(config, Hardware("cpu", "cpu", "a CPU", 2)) == processes
+    context = Context(Module(), Data(), Hardware("cpu", "cpu", "a CPU", 2), processes=processes)
+    verdict = EvaluationRanksOptimization(EvaluationRanksConfig(eval_ranks=2)).check(context)
+    if processes > 2:
+        assert verdict == Applies(f"{processes - 2} of {processes} processes train")
+    else:
+        assert isinstance(verdict, Refuses)
+        assert "needs several processes: 2 to evaluate and at least one to train" in verdict.reason
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class EvaluationRanksStrategy(DDPStrategy):
         super().__init__(**options)
         self.ranks_config = config
         self.roles: Roles | None = None
+        """During a fit."""
+        self._world: Any = None
         self._as_one_process = False
 
     @property
@@ -79,7 +81,15 @@ class EvaluationRanksStrategy(DDPStrategy):
             gradients_timeout=self._timeout,
             host=self.cluster_environment.main_address if self.cluster_environment is not None else None,
         )
+        self._world = dist.group.WORLD
         distributed_c10d._update_default_pg(self.roles.own)
+
+    def teardown(self) -> None:
+        """Make one world of both roles again, for what follows the fit."""
+        super().teardown()
+        if self.roles is not None:
+            distributed_c10d._update_default_pg(self._world)
+            self.roles = None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the role's ranks; once for all, after the first process has prepared the data."""
@@ -173,15 +183,20 @@ def share_validation(trainer: pl.Trainer, strategy: EvaluationRanksStrategy) -> 
             return
         limits = list(val_loop._max_batches)
         loaders = val_loop._combined_loader.flattened
-        mine = [share(_known(n, loader), strategy.global_rank, strategy.world_size)
+        mine = [share(known(n, loader), strategy.global_rank, strategy.world_size)
                 for n, loader in zip(limits, loaders, strict=True)]  # fmt: skip
-        val_loop._combined_loader.flattened = [_only(loader, part) for loader, part in zip(loaders, mine, strict=True)]
+        val_loop._combined_loader.flattened = [only(loader, part) for loader, part in zip(loaders, mine, strict=True)]
         val_loop._max_batches = [len(part) for part in mine]
 
     val_loop.setup_data = setup_data
 
 
-def _known(batches: float, loader: Any) -> int:
+def known(batches: float, loader: Any) -> int:
+    """Return a number of batches that must be finite.
+
+    Raises:
+        OptimizationError: it is not.
+    """
     if batches == float("inf"):
         raise OptimizationError(
             f"evaluation_ranks: the validation loader ({type(loader).__name__}) has no length, so it can't be split "
@@ -190,7 +205,7 @@ def _known(batches: float, loader: Any) -> int:
     return int(batches)
 
 
-def _only(loader: Any, part: range) -> Any:
+def only(loader: Any, part: range) -> Any:
     """Return the loader with these batches alone. A DataLoader is changed in place, so that it loads no others."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         object.__setattr__(loader, "batch_sampler", _Part(loader.batch_sampler, part))  # a DataLoader's own is fixed
