@@ -271,10 +271,11 @@ def two_fits_and_a_validation(rank: int) -> Any:
         accelerator="cpu", devices=2, strategy=ranks.strategy, callbacks=[ranks], logger=False, max_epochs=1,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
-    module = Module()
-    trainer.fit(module, datamodule=Data())
+    module, train, val = Module(), Data().train_dataloader(), Data().val_dataloader()
+    trainer.fit(module, train, val)
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, train, val)
+    assert len(val) == len(list(val)) == 6
     module.seen.clear()
     trainer.validate(module, datamodule=Data(), verbose=False)
     return {"scores": ranks.scores, "step": trainer.global_step, "validated": module.seen, "worlds": module.worlds}
@@ -308,6 +309,7 @@ def test_a_rank_loads_its_own_batches_alone() -> None:
     assert loaded == [4, 5, 6, 7]
     assert len(loader) == 2
     assert loader.batch_sampler.batch_size == 2
+    assert [batch.tolist() for batch in only(loader, range(5, 6))] == [[10]], "a part of the whole, and not of a part"
     batches = only([10, 11, 12, 13], range(1, 3))  # a loader of another make
     assert (list(batches), len(batches), batches.index(12)) == ([11, 12], 2, 2)
     with pytest.raises(OptimizationError, match=r"validation loader \(list\) has no length.*use eval_ranks=1"):

@@ -178,8 +178,9 @@ class EvaluationRanks(pl.Callback):
         Callbacks that put averaged weights in the model's place for a validation do so here.
         """
         assert self._training is not None
+        stopping = trainer.should_stop
         self._take(trainer, self._training.collect())
-        if trainer.should_stop:  # by that score
+        if trainer.should_stop and not stopping:  # by that score
             return
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:

@@ -136,10 +136,14 @@ def replace_training(trainer: pl.Trainer, serve: Callable[[], None]) -> None:
 
 
 def put_back(trainer: pl.Trainer) -> None:
-    """Give Lightning its own loops again."""
-    for loop, names in ((trainer.fit_loop, ("run",)), (trainer.fit_loop.epoch_loop.val_loop, ("run", "setup_data"))):
-        for name in names:
-            vars(loop).pop(name, None)
+    """Give Lightning its own loops again, and the validation loaders all their batches."""
+    val_loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    vars(trainer.fit_loop).pop("run", None)
+    for name in ("run", "setup_data"):
+        vars(val_loop).pop(name, None)
+    for loader in val_loop._combined_loader.flattened if val_loop._combined_loader is not None else []:
+        if isinstance(loader, DataLoader):
+            _set_batch_sampler(loader, whole(loader.batch_sampler))
 
 
 def validate_once(trainer: pl.Trainer, step: int, epoch: int) -> None:
@@ -208,9 +212,18 @@ def known(batches: float, loader: Any) -> int:
 def only(loader: Any, part: range) -> Any:
     """Return the loader with these batches alone. A DataLoader is changed in place, so that it loads no others."""
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        object.__setattr__(loader, "batch_sampler", _Part(loader.batch_sampler, part))  # a DataLoader's own is fixed
+        _set_batch_sampler(loader, _Part(whole(loader.batch_sampler), part))
         return loader
     return _Part(loader, part)
+
+
+def whole(sampler: Any) -> Any:
+    """Return what `only` took a part of; a sampler that it did not touch as it is."""
+    return sampler._whole if isinstance(sampler, _Part) else sampler
+
+
+def _set_batch_sampler(loader: Any, sampler: Any) -> None:
+    object.__setattr__(loader, "batch_sampler", sampler)  # a DataLoader refuses another one, once it is made
 
 
 class _Part:
