@@ -126,9 +126,7 @@ class EvaluationRanks(pl.Callback):
             if isinstance(callback, StopAtTarget):
                 self._watchers.append(LateTarget(callback, lambda: self._ending is not None))
             elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                late = LateCheckpoint(callback, lambda: self._ending)
-                late.is_first = trainer.is_global_zero  # type: ignore[attr-defined]
-                self._watchers.append(late)
+                self._watchers.append(LateCheckpoint(callback, lambda: self._ending, trainer.is_global_zero))
         if trainer.enable_validation:
             self.changes = [Change("validation", "handed over to ranks of its own", roles.evaluation)]
 
