@@ -14,7 +14,7 @@ from fasttrain.errors import MissingDependencyError
 # torch has it from 2.10 on; read here, since torch.compile can't look at signatures.
 varlen: Any = import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters) if varlen else frozenset()
-Backend = Literal["auto", "dense", "varlen", "flash_attn"]
+AttentionBackend = Literal["auto", "dense", "varlen", "flash_attn"]
 
 
 def packed_attention(
@@ -28,7 +28,8 @@ def packed_attention(
     causal: bool = False,
     scale: float | None = None,
     rows: int = 1,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(Q K^T * scale) V within each sequence, (tokens, heads, head size).
 
@@ -44,6 +45,8 @@ def packed_attention(
         backend: `auto` is a variable-length kernel for float16 and bfloat16 on an NVIDIA GPU: torch's, or flash-attn's
             where torch has none; else `dense`, which any device and dtype can do, at the cost of a weight for each pair
             of tokens in a row.
+        mask: what `block_diagonal_rows` has made of these offsets, where several layers share it; `dense` makes it anew
+            otherwise, and other backends have no use for it.
 
     Nothing waits for the GPU, so a step with it can be captured as a graph.
 
@@ -51,9 +54,11 @@ def packed_attention(
         MissingDependencyError: flash-attn is asked for and is not installed.
     """
     if backend == "auto":
-        backend = _backend_for(query)
+        backend = attention_backend(query.device, query.dtype)
     if backend == "dense":
-        return _dense(query, key, value, cu_seqlens, dropout, causal, scale, rows)
+        if mask is None:
+            mask = block_diagonal_rows(cu_seqlens, rows, len(query) // rows, causal=causal)
+        return _dense(query, key, value, mask, dropout, scale)
     if backend == "flash_attn":
         return _flash_attn(query, key, value, cu_seqlens, max_length, dropout, causal, scale)
     if dropout or not VARLEN_OPTIONS:
@@ -69,6 +74,11 @@ def block_diagonal(cu_seqlens: Tensor, tokens: int, *, causal: bool = False) -> 
         causal: only those before it, too.
     """
     return mask_of_rows(_sequence_of(cu_seqlens, tokens)[None], causal=causal)[0, 0]
+
+
+def block_diagonal_rows(cu_seqlens: Tensor, rows: int, length: int, *, causal: bool = False) -> Tensor:
+    """Return it for rows of equal length that no sequence goes beyond, (rows, 1, length, length) bool."""
+    return mask_of_rows(_sequence_of(cu_seqlens, rows * length).view(rows, length), causal=causal)
 
 
 def mask_of_rows(sequence_ids: Tensor, *, causal: bool = False) -> Tensor:
@@ -90,19 +100,17 @@ def _sequence_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens.contiguous(), place, right=True)
 
 
-def _backend_for(query: Tensor) -> Backend:
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Return what `auto` is for tensors of a device and a dtype."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "dense"
     if torch.version.hip is None:
         return "varlen"
     return "flash_attn" if find_spec("flash_attn") is not None else "dense"
 
 
-def _dense(
-    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, dropout: float, causal: bool, scale: float | None, rows: int
-) -> Tensor:
-    mask = mask_of_rows(_sequence_of(cu, len(query)).view(rows, -1), causal=causal)
-    q, k, v = (part.unflatten(0, (rows, -1)).transpose(1, 2) for part in (query, key, value))
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, scale: float | None) -> Tensor:
+    q, k, v = (part.unflatten(0, (len(mask), -1)).transpose(1, 2) for part in (query, key, value))
     found = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return found.transpose(1, 2).flatten(0, 1)
 

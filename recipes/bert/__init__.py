@@ -1,0 +1,1 @@
+"""BERT pre-training as in MLPerf Training v2.0."""
