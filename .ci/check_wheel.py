@@ -14,7 +14,7 @@ names = [module.name for module in pkgutil.walk_packages([str(root)], "fasttrain
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
-wanted = ["recipes/retinanet.yaml", "configs/base.yaml", "configs/hardware/cpu.yaml", "py.typed"]
+wanted = ["recipes/retinanet.yaml", "recipes/bert.yaml", "configs/base.yaml", "configs/hardware/cpu.yaml", "py.typed"]
 wanted += ["configs/optimizations/none.yaml", "callbacks/channels_last/README.md", "recipes/retinanet/README.md"]
 wanted += ["report_page.html.j2"]
 missing = [name for name in wanted if not (root / name).is_file()]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fasttrain.cli_bench import bench_app
 from fasttrain.cli_parts import Overrides, RecipeName, wide_console
+from fasttrain.cli_plan import plan_app
 from fasttrain.errors import ConfigError, FasttrainError
 
 app = typer.Typer(
@@ -25,12 +26,14 @@ app = typer.Typer(
     [bold]fasttrain fit mine.yaml trainer.max_epochs=3[/]    change any value: key=value after the recipe
     [bold]fasttrain explain retinanet[/]                     every value, where it came from, and the plan
     [bold]fasttrain doctor retinanet[/]                      what keeps the step from being captured as a CUDA graph
+    [bold]fasttrain plan packing bert[/]                     what packing sequences into rows would gain
     [bold]fasttrain tune retinanet[/]                       which modules pay to be fused on this GPU, measured and kept
     [bold]fasttrain bench data retinanet[/]                  whether it waits for its data, and what would help
     [bold]fasttrain plan batch 1281167 --gpus=8 --batch=408[/]  what a batch size wastes of an epoch
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )
+app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
@@ -150,36 +153,6 @@ def tune(
     options: dict[str, Any] = {"budget_seconds": budget, "again": again, "every": every}
     if not run_tune(resolved, CATALOGUE, wide_console(), **options):
         raise typer.Exit(130)
-
-
-plan_app = typer.Typer(no_args_is_help=True, help="Work out a run before it is started.")
-app.add_typer(plan_app, name="plan")
-
-
-@plan_app.command("batch")
-def plan_batch(
-    samples: Annotated[int, typer.Argument(help="Samples of one epoch; 1281167 for ImageNet.")],
-    gpus: Annotated[int, typer.Option(help="GPUs of the whole run.")],
-    batch: Annotated[int, typer.Option(help="Samples a step and GPU.")],
-    gpus_per_node: Annotated[
-        int | None, typer.Option(help="Propose other numbers of whole nodes, too.", show_default=False)
-    ] = None,
-    near: Annotated[float, typer.Option(help="How far proposals may be from this global batch, a share of it.")] = 0.05,
-    epochs: Annotated[int, typer.Option(help="Of the run, for its evaluations.")] = 37,
-    evaluate_every: Annotated[int, typer.Option(metavar="EPOCHS", help="Epochs between evaluations.")] = 4,
-    offset: Annotated[int, typer.Option(help="Epoch, from 0, after which the first evaluation comes.")] = 2,
-    warmup_epochs: Annotated[float, typer.Option(help="Of the learning rate.")] = 2.0,
-) -> None:
-    """Show what a batch size wastes of each epoch, when the run evaluates, and batch sizes that waste less.
-
-    An epoch's last step is padded: its work beyond the samples is wasted. The defaults are ResNet-50's of MLPerf.
-    """
-    from fasttrain.batch_plan import BatchPlan, plan_lines, proposals
-
-    wanted = BatchPlan(samples, gpus, batch)
-    better = proposals(wanted, gpus_per_node, near)
-    for line in plan_lines(wanted, better, epochs, evaluate_every, offset, warmup_epochs):
-        Console().print(line, highlight=False, soft_wrap=True)
 
 
 @app.command("list")

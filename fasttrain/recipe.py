@@ -99,11 +99,8 @@ def build(resolved: Resolved) -> Recipe:
         ConfigError, DataError: from the classes' own judgement of their values and files.
     """
     config, classes = resolved.config, resolved.classes
-    data_class, module_class = (import_class(classes[section], section) for section in ("data", "module"))
-    data = instantiate(data_class, config["data"], "data")
-    if not isinstance(data, pl.LightningDataModule):
-        raise ConfigError(f"data: {classes['data']} is a {data_class.__mro__[1].__name__}, not a LightningDataModule.")
-    data.prepare_data()
+    module_class = import_class(classes["module"], "module")
+    data = build_data(resolved)
     if isinstance(data, KnowsFacts):
         _fill_in(resolved, data.facts())
     pl.seed_everything(config["seed"], workers=True, verbose=False)
@@ -111,6 +108,21 @@ def build(resolved: Resolved) -> Recipe:
     if not isinstance(module, pl.LightningModule):
         raise ConfigError(f"module: {classes['module']} is not a LightningModule.")
     return Recipe(module, data, resolved)
+
+
+def build_data(resolved: Resolved) -> pl.LightningDataModule:
+    """Instantiate the data module alone, and let it prepare its data.
+
+    Raises:
+        ConfigError, DataError: from the class's own judgement of its values and files.
+    """
+    data_class = import_class(resolved.classes["data"], "data")
+    data = instantiate(data_class, resolved.config["data"], "data")
+    if not isinstance(data, pl.LightningDataModule):
+        kind = data_class.__mro__[1].__name__
+        raise ConfigError(f"data: {resolved.classes['data']} is a {kind}, not a LightningDataModule.")
+    data.prepare_data()
+    return data
 
 
 def _fill_in(resolved: Resolved, facts: dict[str, Any]) -> None:

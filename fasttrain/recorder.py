@@ -12,6 +12,8 @@ from fasttrain.errors import OptimizationError
 from fasttrain.plan import Plan
 from fasttrain.trainer import logging_interval, logging_step
 
+SampleCounter = Callable[[Any, int], int]
+
 
 @runtime_checkable
 class CountsSamples(Protocol):
@@ -40,7 +42,7 @@ class RunRecorder(pl.Callback):
         self.start_up_seconds: float | None = None
         self.throughput: float | None = None
         """Samples a second over the last logging interval, evaluation and checkpoints left out."""
-        self._count: Callable[[Any], int] = samples_in
+        self._count: SampleCounter = lambda batch, before: before + samples_in(batch)
         self._earlier: dict[str, float] = {}
         self._window: tuple[int, float, float] | None = None  # samples, now, seconds spent outside of training
         self._window_step = 0
@@ -63,13 +65,12 @@ class RunRecorder(pl.Callback):
         return parts
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ask the module how it counts, and every optimization what it changed.
+        """Ask who counts samples, and every optimization what it changed.
 
         Raises:
             OptimizationError: one that applies has changed nothing.
         """
-        if isinstance(pl_module, CountsSamples):
-            self._count = pl_module.samples_in
+        self._count = sample_counter(trainer, pl_module)
         for optimization in self.plan.applying:
             if not optimization.applied():
                 raise OptimizationError(
@@ -83,7 +84,7 @@ class RunRecorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count; at the logging interval, log the throughput since the last time."""
-        self.samples += self._count(batch) * trainer.world_size
+        self.samples = self._count(batch, self.samples)
         # While gradients are accumulated several batches end at one step.
         if trainer.global_step != self._window_step and trainer.global_step % logging_interval(trainer) == 0:
             self._window_step = trainer.global_step
@@ -118,6 +119,20 @@ class RunRecorder(pl.Callback):
                 for logger in trainer.loggers:
                     logger.log_metrics({"samples_per_second": self.throughput, "epoch": trainer.current_epoch}, step)
         self._window = (self.samples, now, outside)
+
+
+def sample_counter(trainer: pl.Trainer, module: pl.LightningModule) -> SampleCounter:
+    """Return what says how many samples all processes have been given, after a batch and so many before it.
+
+    A data module with `sequences_seen` knows by itself: how many sequences the packed rows of a batch hold, its tensors
+    on the device tell only to who waits. Else the module may say what is in a batch (`CountsSamples`), or it is the
+    rows of its first tensor.
+    """
+    data = getattr(trainer, "datamodule", None)
+    if hasattr(data, "sequences_seen"):
+        return lambda batch, before: int(data.sequences_seen)
+    count = module.samples_in if isinstance(module, CountsSamples) else samples_in
+    return lambda batch, before: before + count(batch) * trainer.world_size
 
 
 def samples_in(batch: Any) -> int:

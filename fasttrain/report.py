@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fasttrain.optimization import Table as OptimizationTable
 from fasttrain.run_summary import (
     NOT_REACHED,
     UNKNOWN,
@@ -168,6 +169,12 @@ def plan_table(run: RunSummary) -> TextTable:
 def outcome_tables(run: RunSummary) -> list[TextTable]:
     """Return what each optimization told at the run's end; a column of numbers is right-aligned."""
     return [_outcome_table(table) for table in run.outcome_tables]
+
+
+def text_table(table: OptimizationTable) -> TextTable:
+    """Return an optimization's table by itself, as the console shows it."""
+    rows = tuple(tuple(row) for row in table.rows)
+    return _outcome_table(OutcomeTable("", table.title, tuple(table.columns), rows, table.note))
 
 
 def _outcome_table(table: OutcomeTable) -> TextTable:

@@ -4,6 +4,7 @@ Those on the path of a batch through a step are in `epoch_loop`, `short_path` an
 Written against Lightning 2.6; `tests/test_trainer.py` fails when one of these internals changes its shape.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,6 +195,13 @@ def validation_is_due(trainer: pl.Trainer) -> bool:
     fit_loop = trainer.fit_loop
     fetcher = fit_loop._data_fetcher
     return fetcher is not None and bool(fit_loop.epoch_loop._should_check_val_fx(fetcher))
+
+
+def validate_after_this_batch(trainer: pl.Trainer, due: bool) -> None:
+    """Say whether Lightning validates after the batch that begins, and at no other time by itself."""
+    trainer.check_val_every_n_epoch = 1
+    # Lightning validates where the number of batches is a multiple of this; `inf` would mean every epoch's end.
+    trainer.val_check_batch = 1 if due else sys.maxsize
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:

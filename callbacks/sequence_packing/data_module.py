@@ -122,6 +122,8 @@ class SequencePackingDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Set the inner module up."""
+        if stage == "fit":
+            self._loader = None  # a new fit counts its sequences from zero
         self._lend_trainer()
         self.inner.setup(stage)
 
@@ -163,8 +165,9 @@ class SequencePackingDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> PackedLoader:
         """Return batches of packed rows, dealt anew each epoch; the loader's position is part of the checkpoint."""
-        packed = self.packed
+        packed, seen = self.packed, self.sequences_seen
         self._loader = self._packed_loader(packed, shuffle=True, accumulate=self._accumulated())
+        self._loader.sequences_seen = seen  # where the Trainer makes loaders anew in the midst of a fit
         return self._loader
 
     def val_dataloader(self) -> Any:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import lightning.pytorch as pl
+
 from fasttrain.callbacks.sequence_packing.data_module import SequencePackingDataModule
 from fasttrain.callbacks.sequence_packing.table import longest_of
 from fasttrain.callbacks.sequence_packing.trial import try_step
@@ -79,7 +81,7 @@ class SequencePackingOptimization(Optimization[SequencePackingConfig]):
                 f"{name} does not say that it keeps the sequences of a row apart; have its attention go by the batch's "
                 f"cu_seqlens or sequence_ids, and its losses by `totals`, then set `{SAYS_SO} = True` on it"
             )
-        data = self._data_module(context)
+        data = self.data_module(context.data)
         try:
             with random_state_kept():
                 data.setup("fit")
@@ -123,10 +125,11 @@ class SequencePackingOptimization(Optimization[SequencePackingConfig]):
                 changes.append(Change("data.train_dataloader", what, count))
         return changes
 
-    def _data_module(self, context: Context) -> SequencePackingDataModule:
+    def data_module(self, inner: pl.LightningDataModule) -> SequencePackingDataModule:
+        """Return a data module packed as configured."""
         c = self.config
         return SequencePackingDataModule(
-            context.data, c.max_length, c.length_key, c.max_sequences_per_row, c.seed,
+            inner, c.max_length, c.length_key, c.max_sequences_per_row, c.seed,
             rows_per_batch=c.rows_per_batch, lists=tuple(c.lists), positions=tuple(c.positions),
             list_capacity=c.list_capacity, padding=dict(c.padding), drop=tuple(c.drop), too_long=c.too_long,
             method=c.method, static=c.static, pack_validation=c.pack_validation, lengths_cache=c.lengths_cache,

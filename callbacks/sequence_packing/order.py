@@ -114,8 +114,8 @@ class PackedLoader(ResumableLoader):
     """Batches of packed rows, which know what their losses are divided by, and how many sequences were seen.
 
     A batch gets a dict `totals`: for each of its targets (what is filled up with -100), for `sequences` and for
-    `next_tokens` of causal models, how many there are in a batch, on average over the `accumulate` batches of one
-    optimizer step; float32 tensors without dimensions. A sum of losses over the targets divided by it, and averaged by
+    `next_tokens` of causal models, how many there are in an optimizer step, divided by `accumulate`, the batches of
+    such a step; float32 tensors without dimensions. A sum of losses over the targets divided by it, and averaged by
     the accumulation, is the mean over all targets of the step.
 
     Args:
@@ -160,7 +160,7 @@ class PackedLoader(ResumableLoader):
             # The loader has counted the whole window as handed out; it is, batch by batch.
             handed_out = self.batches_served - len(window)
             sequences = self.order.sequences_by_batch() if sequences is None else sequences
-            totals = self._totals(window)
+            totals = self._totals(window, self.accumulate)
             for batch in window:
                 handed_out += 1
                 self.batches_served = handed_out
@@ -170,11 +170,12 @@ class PackedLoader(ResumableLoader):
     def as_batch(self, rows: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Return rows as a batch of this loader's, by itself an optimizer step."""
         batch: dict[str, Tensor] = self.collate_fn(rows)
-        return {**batch, "totals": self._totals([batch])}
+        return {**batch, "totals": self._totals([batch], 1)}
 
-    def _totals(self, window: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _totals(self, window: list[dict[str, Tensor]], accumulate: int) -> dict[str, Tensor]:
         counts = {name: sum(int((batch[name] != IGNORED).sum()) for batch in window) for name in self._target_names}
         counts["sequences"] = sum(int(batch["num_sequences"]) for batch in window)
         # A sequence's last token has no next one to tell: see `losses.next_tokens`.
         counts["next_tokens"] = sum(int(batch["sequence_lengths"].sum()) for batch in window) - counts["sequences"]
-        return {name: torch.tensor(count / len(window), dtype=torch.float32) for name, count in counts.items()}
+        # An epoch's last window may be shorter, and the Trainer divides its losses by `accumulate` all the same.
+        return {name: torch.tensor(count / accumulate, dtype=torch.float32) for name, count in counts.items()}

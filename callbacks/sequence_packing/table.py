@@ -27,7 +27,12 @@ def packing_tables(
         batch_size: of unpacked batches, to compare with padding to the longest sequence of a batch.
     """
     plan = make_plan(histogram, max_length=max_length, max_sequences=max_sequences, method=method)
-    return [lengths_table(histogram), rows_table(plan), gain_table(plan, batch_size)]
+    return plan_tables(plan, batch_size)
+
+
+def plan_tables(plan: PackingPlan, batch_size: int | None = None) -> list[Table]:
+    """Return the same of a plan that is made already."""
+    return [lengths_table(plan.histogram), rows_table(plan), gain_table(plan, batch_size)]
 
 
 def lengths_table(histogram: NDArray[np.int64]) -> Table:

@@ -1,0 +1,226 @@
+"""Sequences a second of BERT-large in `Trainer.fit`, data included: plain, and with one optimization more each time."""
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fasttrain.bench import Case
+from fasttrain.callbacks import CATALOGUE
+from fasttrain.callbacks.sequence_packing.bench import generated_lengths
+from fasttrain.config import TrainerConfig
+from fasttrain.environment import Hardware
+from fasttrain.measure import Row, make_row
+from fasttrain.optimization import Context, ExampleBatch
+from fasttrain.plan import data_module, make_plan, requested
+from fasttrain.recipes.bert.config import BertConfig
+from fasttrain.recipes.bert.data import BertData, DataConfig
+from fasttrain.recipes.bert.masking import Masking
+from fasttrain.recipes.bert.module import BertTraining, TrainingConfig
+from fasttrain.recipes.bert.optimizer import OptimizerConfig
+from fasttrain.recipes.bert.sequences import StoredSequences, writing
+from fasttrain.recorder import SampleCounter, sample_counter
+from fasttrain.trainer import make_trainer
+
+SEQUENCES, VOCABULARY = 40_000, 30522
+PACKING = {
+    "sequence_packing": {
+        "lists": ["masked_lm_ids"], "positions": ["masked_lm_positions"], "list_capacity": 80, "trial": False,
+    }
+}  # fmt: skip
+ROOMS: dict[str, dict[str, Any]] = {
+    **PACKING,
+    "gemm_gelu": {"measure": False},
+    "layer_norm_dropout": {"measure": False},
+}
+GRAPH: dict[str, dict[str, Any]] = {"cuda_graph_step": {"warm_up": 4}}
+COMPILE: dict[str, dict[str, Any]] = {"compile": {"measure": False, "dynamic": False}}
+UNFUSED = {"attention": "dense", "fused_qkv": False, "dense_sequence_output": False}
+Rooms = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is on: rooms, and choices of the model."""
+
+    name: str
+    rooms: Rooms = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant("plain", {}, UNFUSED),
+    Variant("padded_varlen"),
+    Variant("packed_dense", PACKING, {"attention": "dense"}),
+    Variant("packed", PACKING),
+    Variant("packed_compile", {**PACKING, **COMPILE}),
+    Variant("packed_rooms", ROOMS),
+    Variant("packed_graph", {**PACKING, **GRAPH}),
+    Variant("packed_compile_graph", {**PACKING, **COMPILE, **GRAPH}),
+    Variant("ours", {**ROOMS, **GRAPH}),
+)
+
+
+def cases() -> list[Case]:
+    """Return the recipe's bench cases."""
+    return [Case("bert", "large_512", "BERT-large at 512 tokens, 56 sequences a step, in Trainer.fit", large_512, True)]
+
+
+def large_512() -> Iterator[Row]:
+    """Yield rates of every variant on lengths like Wikipedia's."""
+    with Corpus(generated_lengths(SEQUENCES)) as folder:
+        for variant in VARIANTS:
+            yield from rate_rows(variant, folder)
+
+
+def rate_rows(variant: Variant, folder: Path, case: str = "large_512", **options: Any) -> Iterator[Row]:
+    """Yield sequences a second, ms a step and TFLOP/s of useful work of a variant."""
+    windows = fit_windows(variant, folder, **options)
+    on = ", ".join(variant.rooms) or "no room"
+    note = f"bf16, LAMB, Trainer.fit with data; {on}" + "".join(f", {k}={v}" for k, v in variant.model.items())
+    rates = [window.sequences / window.seconds for window in windows]
+    yield make_row("bert", case, variant.name, "sequences_per_second", "1/s", rates, note)
+    times = [1e3 * window.seconds / window.steps for window in windows]
+    yield make_row("bert", case, variant.name, "step_ms", "ms", times, note)
+    work = [rate * sequence_flops(folder) / 1e12 for rate in rates]
+    yield make_row("bert", case, variant.name, "tflops", "TFLOP/s", work, note)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some steps one behind another."""
+
+    steps: int
+    sequences: int
+    seconds: float
+
+
+class Windows(pl.Callback):
+    """Times windows of steps, synchronized at their ends; stops when it has them all."""
+
+    def __init__(self, warm_up: int, size: int, count: int) -> None:
+        self.warm_up, self.size, self.count = warm_up, size, count
+        self.sequences = 0
+        self.count_of: SampleCounter | None = None
+        self.marks: list[tuple[float, int]] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        """Note time and sequences where a window ends."""
+        if self.count_of is None:
+            self.count_of = sample_counter(trainer, module)
+        self.sequences = self.count_of(batch, self.sequences)
+        step = trainer.global_step - self.warm_up
+        if step >= 0 and step % self.size == 0 and len(self.marks) <= self.count:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.marks.append((time.perf_counter(), self.sequences))
+        if len(self.marks) > self.count:
+            trainer.should_stop = True
+
+    def windows(self) -> list[Window]:
+        """Return what was timed."""
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [Window(self.size, n1 - n0, t1 - t0) for (t0, n0), (t1, n1) in pairs]
+
+
+def fit_windows(
+    variant: Variant, folder: Path, *, model: Mapping[str, Any] | None = None, batch_size: int = 56, warm_up: int = 16,
+    size: int = 8, count: int = 5, workers: int | None = None,
+) -> list[Window]:  # fmt: skip
+    """Fit a variant and return windows of `size` steps.
+
+    Args:
+        folder: a corpus, see `Corpus`.
+        model: sizes, where they are not BERT-large's.
+        batch_size: sequences a step; packed rows hold about as many.
+    """
+    torch.manual_seed(0)
+    config = BertConfig(**{"vocab_size": VOCABULARY, **(model or {}), **variant.model})
+    module = BertTraining(TrainingConfig(config, OptimizerConfig(total_steps=6700)))
+    data = CorpusData(folder, DataConfig(batch_size=batch_size, num_workers=workers, max_length=config.max_positions))
+    hardware = Hardware.here()
+    precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
+    wanted, off = requested(dict(variant.rooms), CATALOGUE)
+    context = Context(
+        module, data, hardware, precision, frozenset(each.name for each in wanted), ExampleBatch(data)
+    )  # fmt: skip
+    plan = make_plan(wanted, context, off)
+    if plan.refused:
+        raise RuntimeError(f"{variant.name}: {[(e.optimization.name, e.verdict) for e in plan.refused]}")
+    attachments = plan.attach(context)
+    windows = Windows(warm_up, size, count)
+    trainer = make_trainer(
+        TrainerConfig(
+            accelerator=hardware.kind, precision=precision, max_steps=warm_up + size * count + 1, max_epochs=-1,
+            limit_val_batches=0, log_every_n_steps=size,
+        ),
+        attachments, [windows], [], enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data_module(attachments, data))
+    return windows.windows()
+
+
+class Corpus:
+    """A folder with sequences of random words, for as long as it is open.
+
+    Args:
+        lengths: (sequences,) tokens of each.
+    """
+
+    def __init__(self, lengths: NDArray[Any]) -> None:
+        self.lengths = lengths
+        self._folder = tempfile.TemporaryDirectory(prefix="bert-bench-")
+
+    def __enter__(self) -> Path:
+        random = np.random.default_rng(0)
+        folder = Path(self._folder.name)
+        with writing(folder, VOCABULARY) as writer:
+            for length in self.lengths.tolist():
+                tokens = random.integers(1000, VOCABULARY, length)
+                writer.add(tokens, max(1, length // 2), int(tokens[0]) % 2)
+        return folder
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+
+class CorpusData(BertData):
+    """A corpus as the recipe's data."""
+
+    def __init__(self, folder: Path, config: DataConfig) -> None:
+        super().__init__(config)
+        self.folder = folder
+
+    def prepare_data(self) -> None:
+        """Nothing is to be prepared."""
+
+    def setup(self, stage: str) -> None:
+        """Open the files; validation is never asked for."""
+        masking = Masking(103, (101, 102), VOCABULARY, most=self.config.max_predictions)
+        stored = StoredSequences(self.folder, masking)
+        self._sets = {"train": stored, "val": stored}
+
+
+def sequence_flops(folder: Path) -> float:
+    """Return the matrix products' work of BERT-large's step for a sequence of a corpus, on average, without padding."""
+    lengths = StoredSequences(folder, None).lengths().astype(np.float64)
+    hidden, layers, words = 1024, 24, 30528
+    by_token = 2 * 12 * hidden**2 * layers * lengths
+    attention = 4 * lengths**2 * hidden * layers
+    predicted = np.minimum(76, np.maximum(1, np.round(0.15 * lengths)))
+    heads = 2 * (hidden**2 + hidden * words) * predicted + 2 * hidden**2
+    return float(3 * (by_token + attention + heads).mean())
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """Return the row with the most sequences a second."""
+    return max((row for row in rows if row.metric == "sequences_per_second"), key=lambda row: row.value)
