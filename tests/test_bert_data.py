@@ -1,6 +1,7 @@
 """From text, or MLPerf's files, to sequences: pairs, masks, what is kept in files, and what is wrong with them."""
 
 import pickle
+import sysconfig
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.bert.data import BertData, DataConfig
-from fasttrain.recipes.bert.documents import documents_of, sentences
+from fasttrain.recipes.bert.documents import documents_of, pythons_documents, sentences
 from fasttrain.recipes.bert.masking import Masking
 from fasttrain.recipes.bert.pairs import pairs_of
 from fasttrain.recipes.bert.sequences import StoredSequences, writing
+from fasttrain.recipes.bert.wordpiece import Vocabulary
 
 tokenizers = pytest.importorskip("tokenizers")
 SHARED_BOOKS = Path(__file__).parent.parent.parent / "shared" / "data" / "text_classic_books.tar.xz"
@@ -44,6 +46,23 @@ def test_sentences_end_at_stops_and_paragraphs() -> None:
         "He came.", '"Did he?" she asked.', "No, e.g. not.", "\u201cYes.\u201d", "Then", "A heading", "It is 3.5 m.",
         "7 more.",
     ]  # fmt: skip
+
+
+def test_pythons_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(
+        DataError, match=r"has no Python sources, whose text trains when data\.text is not set; set data"
+    ):
+        list(pythons_documents())
+    for folder in ("test", "pydoc_data", "json"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "test" / "a.py").write_text('"""A test."""\n')
+    (tmp_path / "pydoc_data" / "topics.py").write_text('topics = {"if": "An if. It chooses.", "x": "word"}\n')
+    (tmp_path / "json" / "a.py").write_text(
+        '"""Reads.  And writes."""\nclass A:\n    """Of A."""\n    def f(self): "Does f."\n'
+    )
+    (tmp_path / "json" / "broken.py").write_text("def :\n")
+    assert list(pythons_documents()) == [["Reads.", "And writes."], ["Of A."], ["Does f."], ["An if.", "It chooses."]]
 
 
 def test_lines_are_the_format_of_berts_reference(tmp_path: Path) -> None:
@@ -125,6 +144,16 @@ def test_what_is_written_is_read(tmp_path: Path, drawn_before: bool) -> None:
     assert len(StoredSequences(tmp_path / "set", masking, most=2)) == 2
     with pytest.raises(IndexError):
         read[3]
+
+
+def test_a_trained_vocabulary_is_the_same_each_time() -> None:
+    random = np.random.default_rng(0)
+    texts = ["".join(chr(97 + letter) for letter in random.integers(0, 26, 5)) + " Été." for _ in range(300)]
+    one, other = (Vocabulary.trained(texts, 200, lower_case=True) for _ in range(2))
+    assert one.words == other.words
+    assert len(one.words) == 200
+    assert one.words[:5] == ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    assert one.text_of(next(one.tokens_of(["ÉTÉ zq."])).tolist()) == "ete zq ."
 
 
 def test_text_becomes_sequences_once(tmp_path: Path) -> None:

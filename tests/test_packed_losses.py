@@ -184,5 +184,5 @@ def test_a_short_window_at_an_epochs_end_is_the_mean_of_its_own_sequences() -> N
     fitted.fit(Trained("bert"), packing(rows_per_batch=3))
     _, wanted, found = kept
     assert wanted.keys() == found.keys()
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=2e-7, atol=1e-9)
+    for name in wanted:  # totals are float32
+        torch.testing.assert_close(found[name], wanted[name], rtol=2e-7, atol=1e-8)

@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,8 +219,3 @@ def sequence_flops(folder: Path) -> float:
     predicted = np.minimum(76, np.maximum(1, np.round(0.15 * lengths)))
     heads = 2 * (hidden**2 + hidden * words) * predicted + 2 * hidden**2
     return float(3 * (by_token + attention + heads).mean())
-
-
-def best(rows: Sequence[Row]) -> Row:
-    """Return the row with the most sequences a second."""
-    return max((row for row in rows if row.metric == "sequences_per_second"), key=lambda row: row.value)

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from fasttrain.order import SampleKey
 from fasttrain.recipes.bert.masking import Masking
 
-LABELS = ("next_sentence_label",)
 PARTS = ("tokens", "lengths", "first_lengths", "next_sentence_label", "masked_counts", "masked_positions", "masked_ids")
 """Files of a folder, arrays of numbers without a header; the last three only where masks were drawn before."""
 
@@ -89,7 +88,7 @@ class StoredSequences(Dataset[dict[str, Tensor]]):
     def __init__(self, folder: Path, masking: Masking | None, most: int | None = None) -> None:
         self.folder, self.masking = folder, masking
         about: dict[str, Any] = json.loads((folder / "about.json").read_text())
-        self.size = about["count"] if most is None else min(most, about["count"])
+        self.size: int = about["count"] if most is None else min(most, about["count"])
         self.is_masked: bool = about["is_masked"]
         self.dtypes: dict[str, str] = about["dtypes"]
 

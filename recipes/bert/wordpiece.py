@@ -1,6 +1,7 @@
 """WordPiece by the tokenizers library: with a vocabulary that is given, or one trained on the text at hand."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from fasttrain.errors import ConfigError, DataError, MissingDependencyError
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+MOST_LETTERS = 1000
 Tokens = NDArray[np.integer[Any]]
 
 
@@ -48,11 +50,16 @@ class Vocabulary:
 
     @classmethod
     def trained(cls, texts: Iterable[str], size: int, lower_case: bool) -> "Vocabulary":
-        """Return one of at most `size` words, trained on texts."""
+        """Return one of `size` words, or as many as its letters need, trained on texts: for equal texts the same."""
+        texts = list(texts)
         tokenizer = _tokenizer({word: number for number, word in enumerate(SPECIAL)}, lower_case)
+        letters = _letters(texts, tokenizer.normalizer)
+        # The library numbers letters within words as they come out of a hash table, and decides by those numbers
+        # between pairs that are as frequent as each other. Given as special words they have numbers before.
+        given = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters)]
         trainers: Any = _library().trainers
         trainer = trainers.WordPieceTrainer(
-            vocab_size=size, special_tokens=list(SPECIAL), show_progress=False, continuing_subword_prefix="##"
+            vocab_size=max(size, len(given)), special_tokens=given, limit_alphabet=len(letters), show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
         numbers: dict[str, int] = tokenizer.get_vocab()
@@ -85,6 +92,20 @@ class Vocabulary:
     def text_of(self, tokens: Iterable[int]) -> str:
         """Return tokens as text, pieces of words joined."""
         return " ".join(self.words[token] for token in tokens).replace(" ##", "")
+
+
+def _letters(texts: Sequence[str], normalizer: Any) -> list[str]:
+    """Return the most frequent letters, in order."""
+    counted: Counter[str] = Counter()
+    for text in texts:
+        counted.update(text)
+    of_raw = {letter: set(normalizer.normalize_str(letter)) for letter in counted}
+    normalized: Counter[str] = Counter()
+    for letter, count in counted.items():
+        for each in of_raw[letter]:
+            normalized[each] += count
+    kept = sorted((item for item in normalized.items() if not item[0].isspace()), key=lambda item: (-item[1], item[0]))
+    return sorted(letter for letter, _ in kept[:MOST_LETTERS])
 
 
 def _tokenizer(numbers: dict[str, int], lower_case: bool) -> Any:
