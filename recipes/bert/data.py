@@ -22,6 +22,11 @@ from fasttrain.recipes.bert.text import documents_in, split, write_pairs
 from fasttrain.recipes.bert.wordpiece import CLS, MASK, SEP, Vocabulary
 
 VERSION = 1  # raise it whenever the same configuration would give other sequences
+READING_ONLY = (
+    "batch_size", "val_batch_size", "num_workers", "cache_folder", "val_sequences", "masks", "masked_share",
+    "max_predictions",
+)  # fmt: skip
+"""What changes no file."""
 LISTS, POSITIONS = ("masked_lm_ids",), ("masked_lm_positions",)
 
 
@@ -96,8 +101,8 @@ class BertData(pl.LightningDataModule):
         """Write the sequences, unless an earlier run did."""
         config = self.config
         described = {"version": VERSION, "source": self._source(), **asdict(config)}
-        for name in ("batch_size", "val_batch_size", "num_workers", "cache_folder", "val_sequences", "masks"):
-            del described[name]  # they change no file
+        for name in READING_ONLY:
+            del described[name]
         place = Path(config.cache_folder).expanduser() if config.cache_folder else cache_folder()
         self._folder = made_once(place, "bert", described, self._write)
 
