@@ -128,7 +128,7 @@ def sample_counter(trainer: pl.Trainer, module: pl.LightningModule) -> SampleCou
     on the device tell only to who waits. Else the module may say what is in a batch (`CountsSamples`), or it is the
     rows of its first tensor.
     """
-    data = getattr(trainer, "datamodule", None)
+    data: Any = getattr(trainer, "datamodule", None)
     if hasattr(data, "sequences_seen"):
         return lambda batch, before: int(data.sequences_seen)
     count = module.samples_in if isinstance(module, CountsSamples) else samples_in

@@ -90,11 +90,11 @@ class PredictionTransform(nn.Module):
 class Predictions(nn.Module):
     """Logits over the vocabulary, by the word embeddings themselves and a bias."""
 
-    def __init__(self, config: BertConfig, words: nn.Parameter) -> None:
+    def __init__(self, config: BertConfig, words: nn.Embedding) -> None:
         super().__init__()
         self.transform = PredictionTransform(config)
         self.decoder = nn.Linear(config.hidden_size, config.padded_vocab_size)
-        self.decoder.weight = words
+        self.decoder.weight = words.weight
         self.bias = self.decoder.bias
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Predictions(nn.Module):
 class PreTrainingHeads(nn.Module):
     """The heads for masked words and for the relation of two sentences."""
 
-    def __init__(self, config: BertConfig, words: nn.Parameter) -> None:
+    def __init__(self, config: BertConfig, words: nn.Embedding) -> None:
         super().__init__()
         self.predictions = Predictions(config, words)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
@@ -119,7 +119,7 @@ class BertForPreTraining(nn.Module):
         super().__init__()
         self.config = config
         self.bert = BertModel(config)
-        self.cls = PreTrainingHeads(config, self.bert.embeddings.word_embeddings.weight)
+        self.cls = PreTrainingHeads(config, self.bert.embeddings.word_embeddings)
         self.apply(self._initialize)
 
     def forward(
