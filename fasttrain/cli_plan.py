@@ -59,6 +59,7 @@ def packing(
     from fasttrain.plan import requested
     from fasttrain.recipe import build_data, find_recipe, resolve
     from fasttrain.report import print_tables, text_table
+    from fasttrain.run_summary import OutcomeTable
 
     if Path(data).suffix in SUFFIXES:
         if overrides:
@@ -71,4 +72,5 @@ def packing(
         asked = {"sequence_packing": resolved.config.optimizations.get("sequence_packing") or {}}
         (optimization,), _ = requested(asked, CATALOGUE)
         tables = tables_of_data(optimization, build_data(resolved), batch_size)  # type: ignore[arg-type]
-    print_tables(map(text_table, tables), wide_console())
+    shown = [OutcomeTable("", t.title, tuple(t.columns), tuple(map(tuple, t.rows)), t.note) for t in tables]
+    print_tables(map(text_table, shown), wide_console())

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fasttrain.optimization import Table as OptimizationTable
 from fasttrain.run_summary import (
     NOT_REACHED,
     UNKNOWN,
@@ -168,16 +167,11 @@ def plan_table(run: RunSummary) -> TextTable:
 
 def outcome_tables(run: RunSummary) -> list[TextTable]:
     """Return what each optimization told at the run's end; a column of numbers is right-aligned."""
-    return [_outcome_table(table) for table in run.outcome_tables]
+    return [text_table(table) for table in run.outcome_tables]
 
 
-def text_table(table: OptimizationTable) -> TextTable:
-    """Return an optimization's table by itself, as the console shows it."""
-    rows = tuple(tuple(row) for row in table.rows)
-    return _outcome_table(OutcomeTable("", table.title, tuple(table.columns), rows, table.note))
-
-
-def _outcome_table(table: OutcomeTable) -> TextTable:
+def text_table(table: OutcomeTable) -> TextTable:
+    """Return an optimization's table as the console shows it."""
     numbers = [bool(table.rows) and not any(isinstance(row[i], str) for row in table.rows)
                for i in range(len(table.columns))]  # fmt: skip
     rows = tuple(tuple(map(_cell_text, row)) for row in table.rows)
