@@ -3,9 +3,11 @@
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from fasttrain.bench import Case
 from fasttrain.callbacks.dali_loader.bench_annotations import detection_files
@@ -82,7 +84,12 @@ def detection(config: DALIConfig = DETECTION, **windows: int) -> Iterator[Row]:
     note = (
         f"{config.threads} threads, {config.readers} reading, {config.prefetch} ahead, {config.hw_decoder_load} by unit"
     )
-    loaders: Loaders = {"torch": (torchs, f"{workers} processes"), "ours": (ours, note)}
+    loaders: dict[str, tuple[Callable[[], Any], str]] = {
+        "torch": (torchs, f"{workers} processes"),
+        "ours": (ours, note),
+    }
+    if torch.cuda.is_available():
+        loaders["dali_reader"] = (lambda: _by_dali_alone(config), f"{note}; fn.readers.file, no targets")
     yield from images_per_second("detection_800", loaders, **windows)
 
 
@@ -116,11 +123,30 @@ def first_batches_ms(config: DALIConfig, batches: int) -> list[float]:
 
 def detection_set(images: int = 12800) -> tuple[DetectionDataset, EpochOrder]:
     """Return a set of so many images, the same few files over and over, which are then in the page cache."""
-    paths = photo_like_jpegs(cache_folder() / "bench-images", FILES, (WIDTH, HEIGHT), QUALITY)
+    paths = photo_like_jpegs(_pictures(), FILES, (WIDTH, HEIGHT), QUALITY)
     annotations = detection_files(paths, HEIGHT, WIDTH, images)
     found = read_annotations(annotations, paths[0].parent)
     dataset = DetectionDataset(found, SIZE, 1000, augment=True)
     return dataset, EpochOrder(images, shuffle=True, seed=0)
+
+
+def _by_dali_alone(config: DALIConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches without end, read, decoded and resized by DALI from its own file reader."""
+    from nvidia.dali import Pipeline, fn, types
+
+    files = [str(path) for path in photo_like_jpegs(_pictures(), FILES, (WIDTH, HEIGHT), QUALITY)]
+    pipe = Pipeline(BATCH, config.threads, torch.cuda.current_device(), prefetch_queue_depth=config.prefetch)
+    with pipe:
+        encoded, _ = fn.readers.file(files=files, random_shuffle=True)
+        images = fn.decoders.image(encoded, device="mixed", output_type=types.RGB, **config.decoder_options())
+        pipe.set_outputs(fn.resize(images, size=SIZE, interp_type=types.INTERP_LINEAR, antialias=False))
+    while True:
+        (output,) = pipe.run(torch.cuda.current_stream())
+        yield {"images": from_dlpack(output.as_tensor()).clone()}
+
+
+def _pictures() -> Path:
+    return cache_folder() / "bench-images"
 
 
 def _device() -> torch.device:

@@ -9,12 +9,13 @@ import torchvision  # noqa: F401  (its import registers torch.ops.image)
 from numpy.typing import NDArray
 from torch import Tensor
 
-TOLERANCE = {"cpu": (1.0, 0.5), "gpu": (255.0, 2.0)}
-"""Largest and mean difference in grey levels, by where DALI decodes; of floats, after denormalizing.
+TOLERANCE = {"cpu": (1.0, 0.5), "gpu": (255.0, 3.0), "gpu, fancy_upsampling": (255.0, 2.0)}
+"""Largest and mean difference in grey levels, by how DALI decodes; of floats, after denormalizing.
 
 On a CPU both decode with libjpeg-turbo, and the resize rounds otherwise: DALI to the nearest level from floats, torch
 from 16-bit fixed point. A GPU repeats colour samples, of which a JPEG has half as many each way, where libjpeg-turbo
-interpolates: single pixels at edges of colour differ by any amount, so the mean tells.
+interpolates: single pixels at edges of colour differ by any amount, so the mean tells. It was 2.5 on an H200 for
+pictures that are noise in colour too, by the decoder unit and without it, and below 2 with `fancy_upsampling`.
 """
 
 
