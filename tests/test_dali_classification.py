@@ -21,6 +21,8 @@ from fasttrain.callbacks.dali_loader.labelled import LabelledImages, class_folde
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.image_sets.files import load_image
+from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset
+from fasttrain.recipes.resnet50.folders import LabelledFiles
 
 pytest.importorskip("nvidia.dali")
 
@@ -87,6 +89,22 @@ def test_training_pixels_are_those_of_torchvision_for_the_same_windows(
             found = found.flip(-1)
         crop = partial(functional.resized_crop, top=top, left=left, height=height, width=width, size=[96, 96])
         assert_same_pixels(found, crop, pixels(samples, key.index), border=1)
+
+
+def test_a_torch_loader_shows_the_same_crops(samples: LabelledImages) -> None:
+    """The ResNet recipe's own dataset, with the same seed: the windows, mirrors and labels of a visit are one."""
+    files = LabelledFiles(
+        [samples.encoded.name(i).strip("'") for i in range(len(samples))], samples.labels, ("a", "b", "c")
+    )
+    augmentation = Augmentation(5, (0.3, 1.0), (0.8, 1.25), flip=True, mixup=0.0)
+    wanted = ClassificationDataset(files, 48, 56, augmentation).__getitems__(KEYS)
+    graph = ClassificationGraph(
+        samples=samples, augment=True, seed=5, image_size=48, scale=(0.3, 1.0), ratio=(0.8, 1.25)
+    )
+    found = one_batch(graph, samples.encoded, KEYS)
+    assert found["labels"].tolist() == wanted["labels"].tolist()
+    difference = (grey_levels(found["images"]) - wanted["images"])[..., 1:-1, 1:-1]
+    assert difference.abs().max() <= TO_TORCHVISION
 
 
 def test_validation_pixels_are_those_of_torchvisions_resize_and_centre_crop(samples: LabelledImages) -> None:

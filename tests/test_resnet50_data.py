@@ -1,6 +1,5 @@
 """The ResNet recipe's data: the generated set, folders, windows, flips, bad images, workers, evaluation's padding."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,11 @@ from torchvision.transforms import v2
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import EvaluationOrder, SampleKey
 from fasttrain.recipes.image_sets.files import load_image
-from fasttrain.recipes.resnet50.crops import NUMBERS, random_windows
 from fasttrain.recipes.resnet50.data import ClassificationData, DataConfig
 from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset, mix_shares
 from fasttrain.recipes.resnet50.drawing import GeneratedConfig, draw
 from fasttrain.recipes.resnet50.folders import read_folder
 from fasttrain.recipes.resnet50.generated import generate
-from fasttrain.sample_random import sample_uniforms
 
 SMALL = GeneratedConfig(train_images=41, val_images=20, image_size=40)
 AUGMENTATION = Augmentation(seed=3, area=(0.2, 1.0), aspect=(0.75, 4 / 3), flip=True, mixup=0.0)
@@ -165,42 +162,6 @@ def test_evaluation_equals_torchvisions_resize_and_centre_crop(photos: Path) -> 
     transform = v2.Compose([v2.Resize(36, antialias=True), v2.CenterCrop(32)])
     for index, path in enumerate(ours.files.paths):
         assert torch.equal(ours[index]["images"], transform(load_image(path))), path
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 2**32))
-def test_windows_lie_in_the_image_and_keep_to_area_and_aspect(height: int, width: int, seed: int) -> None:
-    numbers = sample_uniforms(seed, [SampleKey(0, index) for index in range(16)], NUMBERS)
-    heights, widths = np.full(16, height), np.full(16, width)
-    windows = random_windows(numbers, heights, widths, (0.05, 1.0), (0.75, 4 / 3))
-    top, left, tall, wide = windows.T
-    assert (top >= 0).all()
-    assert (left >= 0).all()
-    assert (tall >= 1).all()
-    assert (wide >= 1).all()
-    assert (top + tall <= height).all()
-    assert (left + wide <= width).all()
-    if min(height, width) > 100 and 0.75 < width / height < 4 / 3:
-        assert (tall * wide >= 0.045 * height * width).all()
-        assert (abs(np.log(wide / tall)) <= math.log(4 / 3) + 0.05).all()
-
-
-def test_windows_are_spread_like_torchvisions() -> None:
-    """Mean and deviation of area, aspect and place of 4,000 windows, ours against RandomResizedCrop's."""
-    count = 4000
-    numbers = sample_uniforms(1, [SampleKey(0, index) for index in range(count)], NUMBERS)
-    sizes = (np.full(count, 300), np.full(count, 400))
-    ours = random_windows(numbers, *sizes, (0.05, 1.0), (0.75, 4 / 3)).astype(float)
-    torch.manual_seed(0)
-    image = torch.empty(3, 300, 400)
-    crop = v2.RandomResizedCrop(224, scale=(0.05, 1.0), ratio=(0.75, 4 / 3))
-    drawn = [crop.make_params([image]) for _ in range(count)]
-    theirs = np.array([[each[name] for name in ("top", "left", "height", "width")] for each in drawn], dtype=float)
-    for measure in (lambda w: w[:, 2] * w[:, 3] / 120_000, lambda w: np.log(w[:, 3] / w[:, 2]),
-                    lambda w: w[:, 0] / 300, lambda w: w[:, 1] / 400):  # fmt: skip
-        one, other = measure(ours), measure(theirs)
-        assert abs(one.mean() - other.mean()) < 4 * other.std() / math.sqrt(count / 2)
-        assert one.std() == pytest.approx(other.std(), rel=0.06)
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(photos: Path) -> None:

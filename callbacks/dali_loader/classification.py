@@ -16,20 +16,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain.callbacks.dali_loader.crop_windows import (
-    DRAWS,
-    centre_starts,
-    fair_coins,
-    random_windows,
-    resized_sizes,
-    sample_state,
-    uniforms,
-    visits,
-)
 from fasttrain.callbacks.dali_loader.graph import Device
 from fasttrain.callbacks.dali_loader.labelled import LabelledImages
+from fasttrain.crop_windows import DRAWS, centre_starts, random_windows, resized_sizes
 from fasttrain.errors import ConfigError
 from fasttrain.order import SampleKey
+from fasttrain.sample_random import fair_coins, sample_states, uniforms
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)  # red, green, blue in 0..1, as torchvision's models and NVIDIA's MLPerf v2.0
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -100,14 +92,14 @@ class ClassificationGraph:
         Raises:
             DataError: the size of an image is needed whose header can't be read.
         """
-        epochs, indices = visits(keys)
+        indices = np.array([key.index for key in keys], dtype=np.int64)
         sizes = self.samples.image_sizes(indices)
         labels = self.samples.labels[indices]
         if not self.augment:
             resized = resized_sizes(sizes, self.resize_size)
             start = centre_starts(resized, self.image_size)
             return {"labels": labels, "resized": resized.astype(np.float32), "crop_start": start}
-        state = sample_state(self.seed, epochs, indices)
+        state = sample_states(self.seed, keys)
         start, shape = random_windows(sizes, uniforms(state, DRAWS), self.scale, self.ratio)
         drawn: dict[str, NDArray[np.generic]] = {"labels": labels, "crop_start": start, "crop_shape": shape}
         if self.flip:
@@ -117,7 +109,7 @@ class ClassificationGraph:
             drawn |= {
                 "mixup_partner": partner,
                 "mixup_labels": labels[partner],
-                "mixup_weight": self._mixup_weights(epochs, indices),
+                "mixup_weight": self._mixup_weights(keys),
             }
         return drawn
 
@@ -165,12 +157,12 @@ class ClassificationGraph:
             window = fn.slice(fn.decoders.image(encoded, **decode), **where)
         return fn.resize(window, size=size, **resize)
 
-    def _mixup_weights(self, epochs: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.float32]:
+    def _mixup_weights(self, keys: Sequence[SampleKey]) -> NDArray[np.float32]:
         """Return a weight for each sample of the batch that begins with this one."""
-        if not len(indices):
+        if not keys:
             return np.zeros(0, dtype=np.float32)
-        generator = np.random.default_rng((self.seed % 2**64, int(epochs[0]), int(indices[0])))
-        return generator.beta(self.mixup_alpha, self.mixup_alpha, len(indices)).astype(np.float32)
+        generator = np.random.default_rng((self.seed % 2**64, *keys[0]))
+        return generator.beta(self.mixup_alpha, self.mixup_alpha, len(keys)).astype(np.float32)
 
 
 def _on(node: Any, device: Device) -> Any:

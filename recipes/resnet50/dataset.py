@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fasttrain.crop_windows import DRAWS, centre_starts, random_windows, resized_sizes
 from fasttrain.errors import DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.image_sets.bad import ImagePolicy, usable_or_next
 from fasttrain.recipes.image_sets.files import load_image
-from fasttrain.recipes.resnet50.crops import NUMBERS, centre, random_windows, resized_size
 from fasttrain.recipes.resnet50.folders import LabelledFiles
-from fasttrain.sample_random import sample_bits, sample_uniforms
+from fasttrain.sample_random import fair_coins, sample_bits, sample_states, uniforms
 
 if TYPE_CHECKING:
     from jaxtyping import UInt8
@@ -105,16 +105,14 @@ class ClassificationDataset(Dataset[Batch]):
     def _augmented(
         self, visits: Sequence[SampleKey], loaded: Sequence[Tensor | None], augmentation: Augmentation
     ) -> UInt8[Tensor, "B 3 S S"]:
-        numbers = sample_uniforms(augmentation.seed, visits, NUMBERS + 1)
-        sizes = np.array([(1, 1) if image is None else image.shape[1:] for image in loaded], dtype=np.int64)
-        windows = random_windows(
-            numbers[:, :NUMBERS], sizes[:, 0], sizes[:, 1], augmentation.area, augmentation.aspect
-        ).tolist()
-        flipped = augmentation.flip & (numbers[:, NUMBERS] < 0.5)
+        states = sample_states(augmentation.seed, visits)
+        sizes = np.array([(1, 1) if image is None else _size(image) for image in loaded], dtype=np.int32)
+        starts, shapes = random_windows(sizes, uniforms(states, DRAWS), augmentation.area, augmentation.aspect)
+        flipped = augmentation.flip & (fair_coins(states) == 1)
         images = self._blank(len(visits))
         for row, image in enumerate(loaded):
             if image is not None:
-                top, left, height, width = windows[row]
+                (top, left), (height, width) = starts[row].tolist(), shapes[row].tolist()
                 image = _resized(image[:, top : top + height, left : left + width], (self.side, self.side))
                 images[row] = image.flip(-1) if flipped[row] else image
         return images
@@ -123,9 +121,9 @@ class ClassificationDataset(Dataset[Batch]):
         images = self._blank(len(loaded))
         for row, image in enumerate(loaded):
             if image is not None:
-                height, width = resized_size(image.shape[1], image.shape[2], self.resize)
-                top, left = centre(height, width, self.side)
-                image = _resized(image, (height, width))
+                size = resized_sizes(np.array([_size(image)], dtype=np.int32), self.resize)
+                ((top, left),) = centre_starts(size, self.side).tolist()
+                image = _resized(image, tuple(size[0].tolist()))
                 images[row] = image[:, top : top + self.side, left : left + self.side]
         return images
 
@@ -162,6 +160,11 @@ def mix_shares(visits: Sequence[SampleKey], augmentation: Augmentation) -> NDArr
         for epoch, index in visits
     ]
     return np.array(shares, dtype=np.float32)
+
+
+def _size(image: Tensor) -> tuple[int, int]:
+    """Return width and height."""
+    return image.shape[2], image.shape[1]
 
 
 def _resized(image: UInt8[Tensor, "3 h w"], size: tuple[int, int]) -> UInt8[Tensor, "3 H W"]:

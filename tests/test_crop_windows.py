@@ -8,18 +8,10 @@ from hypothesis import strategies as st
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from fasttrain.callbacks.dali_loader.crop_windows import (
-    DRAWS,
-    centre_starts,
-    fair_coins,
-    random_windows,
-    resized_sizes,
-    sample_state,
-    uniforms,
-    visits,
-)
+from fasttrain.crop_windows import DRAWS, centre_starts, random_windows, resized_sizes
 from fasttrain.order import SampleKey
 from fasttrain.recipes.retinanet.dataset import flips
+from fasttrain.sample_random import fair_coins, sample_bits, sample_states, uniforms
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 # For two samples of n numbers, their distribution functions differ by more than this once in ten thousand times:
@@ -27,9 +19,13 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 CRITICAL = np.sqrt(-np.log(1e-4 / 2))
 
 
+def visits(count: int) -> list[SampleKey]:
+    return [SampleKey(0, index) for index in range(count)]
+
+
 def drawn(size: tuple[int, int], count: int, scale: tuple[float, float] = SCALE) -> np.ndarray:
     """Return top, left, height and width of windows in an image of one width and height, (count, 4)."""
-    state = sample_state(7, np.zeros(count, np.int64), np.arange(count))
+    state = sample_states(7, visits(count))
     sizes = np.full((count, 2), size, dtype=np.int32)
     return np.concatenate(random_windows(sizes, uniforms(state, DRAWS), scale, RATIO), axis=1)
 
@@ -121,20 +117,20 @@ def test_validation_sizes_and_centres_are_torchvisions(width: int, height: int, 
 
 def test_numbers_belong_to_seed_epoch_and_index_alone() -> None:
     keys = [SampleKey(epoch, index) for epoch in range(3) for index in range(5)]
-    epochs, indices = visits(keys)
-    state = sample_state(11, epochs, indices)
+    state = sample_states(11, keys)
     for row, key in enumerate(keys):
-        alone = sample_state(11, *visits([key]))
+        alone = sample_states(11, [key])
+        assert alone.tolist() == [sample_bits(11, *key)]
         assert uniforms(alone, 4).tolist() == uniforms(state, 4)[row : row + 1].tolist()
         assert bool(fair_coins(alone)[0]) == flips(11, key.epoch, key.index), "RetinaNet's coin"
-    other = sample_state(12, epochs, indices)
+    other = sample_states(12, keys)
     assert len({*state.tolist(), *other.tolist()}) == 30
-    assert sample_state(-1, epochs, indices).tolist() == sample_state(2**64 - 1, epochs, indices).tolist()
+    assert sample_states(-1, keys).tolist() == sample_states(2**64 - 1, keys).tolist()
 
 
 def test_numbers_are_uniform_and_independent_of_each_other_and_of_the_coin() -> None:
     count = 20000
-    state = sample_state(3, np.zeros(count, np.int64), np.arange(count))
+    state = sample_states(3, visits(count))
     numbers = uniforms(state, DRAWS)
     assert numbers.min() >= 0
     assert numbers.max() < 1
@@ -148,7 +144,7 @@ def test_numbers_are_uniform_and_independent_of_each_other_and_of_the_coin() -> 
 
 
 def test_no_keys_give_no_windows() -> None:
-    state = sample_state(0, *visits([]))
+    state = sample_states(0, [])
     start, shape = random_windows(np.zeros((0, 2), np.int32), uniforms(state, DRAWS), SCALE, RATIO)
     assert start.shape == shape.shape == (0, 2)
     assert start.dtype == shape.dtype == np.int32

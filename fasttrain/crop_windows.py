@@ -1,50 +1,18 @@
 """Windows of an image, drawn or fixed on the host as torchvision would, for many images at once.
 
-All randomness is a pure function of (seed, epoch, index). Windows are int32 pairs (top, left) and (height, width) in
-pixels of the decoded image.
+Windows are int32 pairs (top, left) and (height, width) in pixels of the decoded image. Every loader of a set takes them
+from here, with numbers from `sample_random`, so that all show the same.
 """
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-from fasttrain.order import SampleKey
 
 ATTEMPTS = 10  # as torchvision's RandomResizedCrop
 DRAWS = 2 * ATTEMPTS + 2  # numbers that `random_windows` takes for an image
 
 Windows = tuple[NDArray[np.int32], NDArray[np.int32]]
-
-
-def visits(keys: Sequence[SampleKey]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the epochs and the indices of some keys, (n,) each."""
-    table = np.array(keys, dtype=np.int64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
-
-
-def sample_state(seed: int, epochs: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return 64 random bits for each visit, (n,): SplitMix64's finalizer over seed, epoch and index.
-
-    Method: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014. A NumPy generator for each
-    sample would take 20 us, all of a batch's numbers take that for four samples.
-    """
-    state = np.zeros(len(epochs), dtype=np.uint64)
-    for part in (np.full(len(epochs), seed % 2**64, dtype=np.uint64), epochs, indices):
-        state = _mixed(state ^ part.astype(np.uint64))
-    return state
-
-
-def uniforms(state: NDArray[np.uint64], count: int) -> NDArray[np.float64]:
-    """Return numbers from [0, 1), (n, count), that belong to the states of n visits."""
-    numbers = _mixed(state[:, None] ^ np.arange(1, count + 1, dtype=np.uint64))
-    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def fair_coins(state: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """Return 0 or 1 for each visit, (n,); the same as RetinaNet's flips."""
-    return (state >> np.uint64(63)).astype(np.int32)
 
 
 def random_windows(
@@ -99,10 +67,3 @@ def centre_starts(sizes: NDArray[np.int32], side: int) -> NDArray[np.int32]:
         side: of the square.
     """
     return np.rint((sizes - side) / 2.0).astype(np.int32)
-
-
-def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = state + np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return state ^ state >> np.uint64(31)
