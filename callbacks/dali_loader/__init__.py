@@ -1,15 +1,19 @@
 """DALI pipelines behind loaders that keep Lightning's contract."""
 
+from fasttrain.callbacks.dali_loader.classification import ClassificationGraph
 from fasttrain.callbacks.dali_loader.config import DALIConfig, require_dali
+from fasttrain.callbacks.dali_loader.containers import labelled_images
 from fasttrain.callbacks.dali_loader.detection import DetectionGraph
 from fasttrain.callbacks.dali_loader.encoded import EncodedFiles, EncodedSamples
 from fasttrain.callbacks.dali_loader.graph import LoaderGraph
 from fasttrain.callbacks.dali_loader.header import image_header
 from fasttrain.callbacks.dali_loader.loader import DALILoader
 from fasttrain.callbacks.dali_loader.optimization import DALILoaderOptimization
+from fasttrain.callbacks.dali_loader.tar_shards import sharded_files
 from fasttrain.callbacks.dali_loader.usable import UsableSamples, WhenBad, portable_pixmap
 
 __all__ = [
+    "ClassificationGraph",
     "DALIConfig",
     "DALILoader",
     "DALILoaderOptimization",
@@ -20,6 +24,8 @@ __all__ = [
     "UsableSamples",
     "WhenBad",
     "image_header",
+    "labelled_images",
     "portable_pixmap",
     "require_dali",
+    "sharded_files",
 ]
