@@ -65,10 +65,23 @@ def layerwise_rows(
     for_graph: Mapping[str, Any],
     device: str = "cuda",
 ) -> Iterator[Row]:
-    """Yield the rows of one of ours: the formula one parameter at a time, multi-tensor, in a graph, and the floor."""
-    for variant in ("plain", "ours", "ours_cached", "ours_graph", "ours_graph_cached"):
-        optimizer = made(groups, partial(make, **(for_graph if "graph" in variant else {})), device)
+    """Yield the rows of one of ours: one parameter at a time, multi-tensor, by Triton, in graphs, and the floor."""
+    for variant in (
+        "plain",
+        "ours",
+        "ours_cached",
+        "ours_graph",
+        "ours_graph_cached",
+        "ours_fused",
+        "ours_fused_graph",
+    ):
+        options = {**(for_graph if "graph" in variant else {}), "fused": "fused" in variant}
+        if options["fused"] and device == "cpu":
+            continue
+        optimizer = made(groups, partial(make, **options), device)
         note = "one parameter at a time, norms read on the host" if variant == "plain" else "multi-tensor"
+        if options["fused"]:
+            note = "Triton"
         step: Callable[[], Any] = optimizer.step
         if "cached" in variant:
             optimizer.most_elements = CACHED_ELEMENTS

@@ -7,24 +7,21 @@ the MLPerf submissions of BERT and RNN-T train.
 """
 
 from collections.abc import Mapping
-from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fasttrain.callbacks.optimizers.layerwise import LayerwiseOptimizer, judge_number, zeros_for
+from fasttrain.callbacks.optimizers.layerwise import Bucket, LayerwiseOptimizer, judge_number, zeros_for
 from fasttrain.callbacks.optimizers.tensor_lists import (
     Number,
     add_,
     add_each_,
     add_number_,
     add_squares_,
-    buckets,
     computing_dtype,
     each,
-    global_norm,
     gradients,
     in_dtype,
     is_there,
@@ -32,7 +29,11 @@ from fasttrain.callbacks.optimizers.tensor_lists import (
     plus,
     scale_,
     scaled,
+    together,
 )
+
+if TYPE_CHECKING:
+    from fasttrain.callbacks.optimizers.in_triton import TensorTables
 
 
 class LAMB(LayerwiseOptimizer):
@@ -59,6 +60,9 @@ class LAMB(LayerwiseOptimizer):
         capturable: keep `step` on the device, so that steps can be captured in a CUDA graph.
         master_weights: update fp32 copies of half-precision parameters, kept as state, and round these to the
             parameters. They are made at a parameter's first step, so load weights before it or with the state.
+        fused: update by Triton kernels, a few launches for all tensors, with `step` on the device. None takes them on
+            an NVIDIA GPU for the parameters that they can update, which are float32, float16 or bfloat16 and without
+            gaps in their memory; True refuses others at the first step.
 
     Raises:
         ValueError: a number is out of its range.
@@ -80,6 +84,7 @@ class LAMB(LayerwiseOptimizer):
         adapt: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -94,6 +99,7 @@ class LAMB(LayerwiseOptimizer):
             "adapt": adapt,
             "capturable": capturable,
             "master_weights": master_weights,
+            "fused": fused,
         }
         super().__init__(params, defaults)
 
@@ -110,15 +116,35 @@ class LAMB(LayerwiseOptimizer):
 
     def take_step(self) -> None:
         """Update the parameters that have a gradient, and their state, in place."""
+        parts = [(bucket, self._tabled(bucket) if bucket.by_kernels else None) for bucket in self.buckets()]
         norm = None
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            norm = global_norm(chain.from_iterable(group["params"] for group in self.param_groups))
-        for group in self.param_groups:
-            for params in buckets(group["params"], self.most_elements):
-                self._update(params, group, norm)
+            norm = together([_norm(bucket, lists) for bucket, lists in parts])
+        for bucket, lists in parts:
+            if lists is None:
+                self._update(bucket.params, bucket.group, norm)
+            else:
+                self._update_by_kernels(lists, bucket.group, norm)
+
+    def _tabled(self, bucket: Bucket) -> "TensorTables":
+        for param in bucket.params:
+            self._state_of(param, bucket.group, on_device=True)
+        return self.tabled(bucket, ("exp_avg", "exp_avg_sq", "step"))
+
+    def _update_by_kernels(self, lists: "TensorTables", group: Mapping[str, Any], norm: Tensor | None) -> None:
+        from fasttrain.callbacks.optimizers import in_triton  # it can't be imported without Triton
+
+        shared = ("max_grad_norm", "lr", "betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
+        in_triton.lamb(
+            lists,
+            norm=None if norm is None else norm.to(lists.device),
+            adam_w_mode=group["adam_w_mode"],
+            adapt=_adapts(group),
+            **{name: group[name] for name in shared},
+        )
 
     def _update(self, params: list[Tensor], group: Mapping[str, Any], norm: Tensor | None) -> None:
-        states = [self._state_of(param, group) for param in params]
+        states = [self._state_of(param, group, group["capturable"]) for param in params]
         dtype, device = computing_dtype(params[0].dtype), params[0].device
         weights = self.weights(params, group)
         divisor = None
@@ -127,7 +153,6 @@ class LAMB(LayerwiseOptimizer):
             divisor = torch.where(excess > 1, excess, torch.ones_like(excess)).to(dtype)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        decay = group["weight_decay"]
         lamb_(
             weights,
             in_dtype(dtype, gradients(params)),
@@ -138,23 +163,36 @@ class LAMB(LayerwiseOptimizer):
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             eps=group["eps"],
-            weight_decay=decay,
+            weight_decay=group["weight_decay"],
             divisor=divisor,
             grad_averaging=group["grad_averaging"],
             adam_w_mode=group["adam_w_mode"],
-            adapt=group["adapt"] and (group["use_nvlamb"] or is_there(decay)),
+            adapt=_adapts(group),
         )
         self.store(weights, params)
 
-    def _state_of(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _state_of(self, param: Tensor, group: Mapping[str, Any], on_device: bool) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
+        device = param.device if on_device else torch.device("cpu")
         if "exp_avg" not in state:
-            device = param.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             state["exp_avg"], state["exp_avg_sq"] = zeros_for(param), zeros_for(param)
-        elif group["capturable"] and state["step"].device != param.device:
-            state["step"] = state["step"].to(param.device)  # the flag was set after the first step
+        elif state["step"].device != device:
+            state["step"] = state["step"].to(device)  # a flag was set after the first step
         return state
+
+
+def _adapts(group: Mapping[str, Any]) -> bool:
+    return bool(group["adapt"]) and (bool(group["use_nvlamb"]) or is_there(group["weight_decay"]))
+
+
+def _norm(bucket: Bucket, lists: "TensorTables | None") -> Tensor:
+    if lists is None:
+        norm: Tensor = torch.linalg.vector_norm(norms(gradients(bucket.params)))
+        return norm
+    from fasttrain.callbacks.optimizers import in_triton  # it can't be imported without Triton
+
+    return in_triton.gradients_norm(lists)
 
 
 def lamb_(

@@ -30,7 +30,6 @@ from fasttrain.callbacks.optimizers.tensor_lists import (
     Number,
     add_,
     add_each_,
-    buckets,
     computing_dtype,
     gradients,
     in_dtype,
@@ -61,6 +60,9 @@ class LARS(LayerwiseOptimizer):
         lr_in_momentum: the paper's and MLPerf's form; False for torch.optim.SGD's.
         master_weights: update fp32 copies of half-precision parameters, kept as state, and round these to the
             parameters. They are made at a parameter's first step, so load weights before it or with the state.
+        fused: update by Triton kernels, a few launches for all tensors. None takes them on an NVIDIA GPU for the
+            parameters that they can update, which are float32, float16 or bfloat16 and without gaps in their memory;
+            True refuses others at the first step.
 
     Raises:
         ValueError: a number is out of its range.
@@ -79,6 +81,7 @@ class LARS(LayerwiseOptimizer):
         adapt: bool = True,
         lr_in_momentum: bool = True,
         master_weights: bool = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -90,6 +93,7 @@ class LARS(LayerwiseOptimizer):
             "adapt": adapt,
             "lr_in_momentum": lr_in_momentum,
             "master_weights": master_weights,
+            "fused": fused,
         }
         super().__init__(params, defaults)
 
@@ -102,23 +106,19 @@ class LARS(LayerwiseOptimizer):
 
     def take_step(self) -> None:
         """Update the parameters that have a gradient, and their state, in place."""
-        for group in self.param_groups:
-            for params in buckets(group["params"], self.most_elements):
-                weights = self.weights(params, group)
-                lars_(
-                    weights,
-                    in_dtype(computing_dtype(params[0].dtype), gradients(params)),
-                    [self._buffer_of(param) for param in params] if is_there(group["momentum"]) else [],
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    trust_coefficient=group["trust_coefficient"],
-                    eps=group["eps"],
-                    nesterov=group["nesterov"],
-                    adapt=group["adapt"],
-                    lr_in_momentum=group["lr_in_momentum"],
-                )
-                self.store(weights, params)
+        for bucket in self.buckets():
+            names = ("momentum", "weight_decay", "trust_coefficient", "eps", "nesterov", "adapt", "lr_in_momentum")
+            numbers = {name: bucket.group[name] for name in ("lr", *names)}
+            buffers = [self._buffer_of(param) for param in bucket.params] if is_there(numbers["momentum"]) else []
+            if bucket.by_kernels:
+                from fasttrain.callbacks.optimizers import in_triton  # it can't be imported without Triton
+
+                in_triton.lars(self.tabled(bucket, ("momentum_buffer",) if buffers else ()), **numbers)
+                continue
+            weights = self.weights(bucket.params, bucket.group)
+            grads = in_dtype(computing_dtype(bucket.params[0].dtype), gradients(bucket.params))
+            lars_(weights, grads, buffers, **numbers)
+            self.store(weights, bucket.params)
 
     def _buffer_of(self, param: Tensor) -> Tensor:
         state = self.state[param]

@@ -72,13 +72,14 @@ def norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
-def global_norm(params: Iterable[Tensor]) -> Tensor | None:
-    """Return the 2-norm of all gradients together, 0-dim float64 on the first one's device; None if there is none."""
-    parts = [torch.linalg.vector_norm(norms(gradients(bucket))) for bucket in buckets(params)]
+def together(parts: list[Tensor]) -> Tensor | None:
+    """Return the 2-norm of what has these, 0-dim float64 on the first one's device; None if there is none."""
     if not parts:
         return None
-    together: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device).double() for part in parts]))
-    return together
+    if len(parts) == 1:
+        return parts[0].double()
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(parts[0].device).double() for part in parts]))
+    return norm
 
 
 def is_there(number: Number) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,12 +32,14 @@ STEPS = 20
 SHAPES = ((64, 3, 3, 3), (257, 129), (129,), (), (0, 4), (1, 1))
 GPU: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "max_epochs": 2}
 
-MAKERS: list[Any] = [
+BY_HAND: list[Any] = [
     lambda groups, **options: LAMB(groups, **options),
     lambda groups, **options: LAMB(groups, bias_correction=False, max_grad_norm=None, adam_w_mode=False, **options),
     lambda groups, **options: LARS(groups, 0.1, weight_decay=1e-4, **options),
     lambda groups, **options: LARS(groups, 0.1, nesterov=True, lr_in_momentum=False, **options),
 ]
+# By the kernels, which is the default here, and by multi-tensor operators.
+MAKERS: list[Any] = [partial(make, fused=fused) for fused in (None, False) for make in BY_HAND]
 
 
 def made(make: Any, dtype: torch.dtype, **options: Any) -> tuple[Optimizer, list[Tensor]]:
@@ -171,6 +174,85 @@ def test_a_lightning_fit_replays_their_steps(cls: Any, precision: Any) -> None:
     assert graph.pool.hits > 60, graph.notes
     assert not [note for note in graph.notes if "outside" in note], graph.notes
     assert_same_state(trainer, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("make", BY_HAND)
+def test_the_kernels_equal_the_multi_tensor_operators(make: Any, master: bool, dtype: torch.dtype) -> None:
+    (ours, mine), (theirs, its) = (made(make, dtype, master_weights=master, fused=fused) for fused in (True, False))
+    (again, same) = made(make, dtype, master_weights=master, fused=True)
+    for step in range(STEPS):
+        for optimizer, gradients in ((ours, mine), (theirs, its), (again, same)):
+            write(gradients, step)
+            optimizer.step()
+    found, wanted, repeated = tensors_of(ours), tensors_of(theirs), tensors_of(again)
+    assert not [name for name in found if not torch.equal(found[name], repeated[name])], "the same bits twice"
+    for name, tensor in wanted.items():
+        if tensor.numel():
+            tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+            error = (found[name].double().cpu() - tensor.double().cpu()).abs().max()
+            assert error <= tolerance * tensor.double().abs().max().cpu().clamp_min(1e-3), name
+
+
+@pytest.mark.parametrize("make", BY_HAND)
+def test_captures_with_gradients_at_addresses_of_their_own(make: Any) -> None:
+    """Two captures in a row, the second without pinned memory left, then eager steps and both replays by turns."""
+
+    def another(optimizer: Optimizer) -> Any:
+        if isinstance(optimizer, LAMB):
+            optimizer.param_groups[0]["capturable"] = True
+        sources = [torch.zeros_like(p) for group in optimizer.param_groups for p in group["params"]]
+
+        def step() -> None:
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            for param, source in zip(params, sources, strict=True):
+                param.grad = source * 2
+            optimizer.step()
+
+        return step, sources
+
+    (graphed, _), (stepped, _) = made(make, torch.float32, fused=True), made(make, torch.float32, fused=True)
+    (step, sources), (eager_step, eager_sources) = another(graphed), another(stepped)
+    write(sources, 0)
+    write(eager_sources, 0)
+    first = captured(step)
+    eager_step()
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second, capture_error_mode="thread_local"):
+        step()
+    for number in range(1, 10):
+        write(sources, number)
+        write(eager_sources, number)
+        if number % 3 == 0:
+            step()
+        else:
+            (first if number % 3 == 1 else second).replay()
+        with no_waiting():
+            eager_step()
+        filler = [torch.full((number * 100,), -1, device="cuda") for _ in range(50)]  # over what was freed
+        pinned = torch.full((2**12,), -1).pin_memory()
+    torch.cuda.synchronize()
+    assert len(filler) == 50
+    assert pinned.is_pinned()
+    assert len(graphed.tables.kept) > 0  # type: ignore[attr-defined]
+    found, wanted = tensors_of(graphed), tensors_of(stepped)
+    assert not [name for name in found if not torch.equal(found[name], wanted[name])]
+
+
+def test_a_tensor_of_more_than_2_to_the_31_elements() -> None:
+    elements = 2**31 + 5
+    if torch.cuda.mem_get_info()[0] < 22 * elements:
+        pytest.skip("needs 47 GB of GPU memory")
+    param = nn.Parameter(torch.ones(elements, device="cuda", dtype=torch.bfloat16))
+    param.grad = torch.ones_like(param)
+    optimizer = LAMB([param], lr=0.5, fused=True)
+    optimizer.step()
+    first = optimizer.state[param]["exp_avg"]
+    assert first[-1] > 0
+    assert torch.equal(first[-1], first[0])
+    assert torch.equal(param[-5:], param[:5])
+    assert param[-1] < 1
 
 
 class Deep(pl.LightningModule):
