@@ -27,7 +27,8 @@ SHARE2 = tl.constexpr(4)
 SCALE = tl.constexpr(5)  # of first / (root of second + EPS): both bias corrections
 EPS = tl.constexpr(6)
 DECAY = tl.constexpr(7)
-RATE = tl.constexpr(8)
+LR = tl.constexpr(8)
+RATE = tl.constexpr(9)  # that times the ratio
 # How weights decay.
 NONE = tl.constexpr(0)
 DECOUPLED = tl.constexpr(1)
@@ -86,7 +87,9 @@ def prepare_kernel(
     if DECAYS:
         decay = tl.load(decay_at).to(tl.float32)
     tl.store(at + DECAY, decay, mask=exists)
-    tl.store(at + RATE, tl.load(lr_at).to(tl.float32), mask=exists)
+    lr = tl.load(lr_at).to(tl.float32)
+    tl.store(at + LR, lr, mask=exists)
+    tl.store(at + RATE, lr, mask=exists)
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -146,7 +149,7 @@ def moments_kernel(
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def ratio_kernel(layout_at, factors_at, parts_at, tensors, chunks, BLOCK: tl.constexpr):
-    """Multiply a tensor's rate by the norm of its weights over that of its update, where neither is 0.
+    """Write a tensor's rate times the norm of its weights over that of its update, where neither is 0.
 
     Args:
         layout_at: see `kernel`.
@@ -162,8 +165,8 @@ def ratio_kernel(layout_at, factors_at, parts_at, tensors, chunks, BLOCK: tl.con
     updates = tl.sqrt(sum_of_parts(parts_at + chunks, first, last, BLOCK))
     both = (weights > 0) & (updates > 0)
     ratio = tl.where(both, weights / tl.where(both, updates, 1.0), 1.0).to(tl.float32)
-    rate_at = factors_at + tensor * FACTORS + RATE
-    tl.store(rate_at, tl.load(rate_at) * ratio)
+    at = factors_at + tensor * FACTORS
+    tl.store(at + RATE, tl.load(at + LR) * ratio)
 
 
 @triton.jit(do_not_specialize=["tensors"])
@@ -199,7 +202,7 @@ def _factors(row_at):
     return (
         tl.load(row_at + CLIP), tl.load(row_at + BETA1), tl.load(row_at + SHARE1), tl.load(row_at + BETA2),
         tl.load(row_at + SHARE2), tl.load(row_at + SCALE), tl.load(row_at + EPS), tl.load(row_at + DECAY),
-        tl.load(row_at + RATE),
+        tl.load(row_at + LR), tl.load(row_at + RATE),
     )  # fmt: skip
 
 

@@ -26,9 +26,10 @@ def buckets(params: Iterable[Tensor], most_elements: int = MOST_ELEMENTS) -> Ite
     """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for param in params:
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             continue
-        if param.grad.layout != torch.strided or param.is_complex():
+        if grad.layout != torch.strided or param.is_complex():
             what = "a complex parameter" if param.is_complex() else "a sparse gradient"
             raise RuntimeError(
                 f"{what} of shape {tuple(param.shape)} has no layer-wise update here: real parameters with dense "
@@ -49,7 +50,7 @@ def buckets(params: Iterable[Tensor], most_elements: int = MOST_ELEMENTS) -> Ite
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of parameters that all have one."""
-    return [param.grad for param in params if param.grad is not None]
+    return [grad for param in params if (grad := param.grad) is not None]
 
 
 def computing_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Which parameters the Triton kernels take, how they are cut into chunks, and tensors laid out for them."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ def takes_kernels(param: Tensor, fused: bool | None, name: str) -> bool:
         RuntimeError: they can't and were asked for.
     """
     if fused is None:
-        on_gpu = param.device.type == "cuda" and triton_runs()
-        return on_gpu and why_not(param) is None and not torch.compiler.is_compiling()
+        return param.is_cuda and triton_runs() and why_not(param) is None and not torch.compiler.is_compiling()
     if not fused:
         return False
     reason = why_not(param) if triton_runs() else "Triton isn't installed, or torch is built for ROCm"
@@ -57,7 +57,7 @@ def why_not(param: Tensor) -> str | None:
     """Return a sentence's end with the reason why the kernels can't update a parameter, None if they can."""
     if type(param) not in (Tensor, nn.Parameter):
         return f"it is a {type(param).__name__}, whose memory is not its own"
-    if param.device.type != "cuda" and not (param.device.type == "cpu" and _interpreted()):
+    if not param.is_cuda and not (param.device.type == "cpu" and _interpreted()):
         return f"it is on {param.device}, and they run on NVIDIA GPUs"
     if param.dtype not in KERNEL_DTYPES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
@@ -90,6 +90,7 @@ def laid_out_like(tensor: Tensor, param: Tensor, dtype: torch.dtype | None = Non
     return copied.copy_(tensor)  # type: ignore[no-any-return]
 
 
+@cache
 def _interpreted() -> bool:
     from fasttrain.callbacks.optimizers.kernel import INTERPRETED  # where Triton isn't installed it can't be imported
 
