@@ -66,6 +66,8 @@ class TensorTables:
             key: value for key, value in numbers.items() if isinstance(value, Tensor) and value.device == self.device
         }
         held = {key: float(value) for key, value in numbers.items() if key not in here}
+        if not held:
+            return here
         table = self.tables.get((self.name, "numbers"), list(held.values()), torch.float64, self.device)
         return {**here, **dict(zip(held, table.unbind(), strict=True))}
 
