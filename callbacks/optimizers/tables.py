@@ -58,7 +58,7 @@ class DeviceTables:
             numbers: all exact in `dtype`.
             dtype: torch.int64 or torch.float64, always the same for a name.
             device: of the table; the current device, if it is a GPU.
-        contents: makes what the table contains of the numbers, which by default is these.
+            contents: makes what the table contains of the numbers, which by default is these.
         """
         wanted, key, entry = tuple(numbers), (name, device), self._last.get((name, device))
         if device.type != "cuda":
