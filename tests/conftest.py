@@ -6,7 +6,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
+
+# Said here as well as below: Lightning gives a process that trains alone all cores where the variable is not set, and
+# processes forked from it later would wait for OpenMP threads that they don't have.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402  (reads the variable)
 
 # Without a GPU Triton's kernels run in its interpreter, which is decided when a kernel's module is imported.
 if not torch.cuda.is_available():

@@ -84,7 +84,7 @@ class LAMB(LayerwiseOptimizer):
         adapt: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        fused: bool | None = None,
+        fused: bool | None = False,
     ) -> None:
         defaults = {
             "lr": lr,
