@@ -11,7 +11,7 @@ import pytest
 # processes forked from it later would wait for OpenMP threads that they don't have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402  (reads the variable)
+import torch
 
 # Without a GPU Triton's kernels run in its interpreter, which is decided when a kernel's module is imported.
 if not torch.cuda.is_available():
@@ -33,6 +33,9 @@ def _one_thread() -> None:
     # The tests' tensors are small, and two threads on cores that others use too wait for each other most of the time.
     # Forked processes, besides, must not use their parent's OpenMP threads.
     torch.set_num_threads(1)
+    # Autograd looks for devices at the first backward. What torch.compile loads counts as one, and autograd would then
+    # make threads that forked processes lack: so the first backward is now.
+    torch.ones(1, requires_grad=True).backward()
 
 
 @pytest.fixture(autouse=True)

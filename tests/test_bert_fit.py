@@ -46,7 +46,7 @@ def tiny(stories: Path) -> list[str]:
         "data.batch_size=8", "data.num_workers=0", "module.model.hidden_size=32", "module.model.num_layers=1",
         "module.model.intermediate_size=64", "module.model.num_heads=2", "module.optimizer.warmup_steps=2",
         "optimizations.sequence_packing.list_capacity=10", "trainer.max_epochs=2", "trainer.log_every_n_steps=1",
-        "target.value=1.1", "loggers=[]",
+        "target.value=1.1", "loggers=[]", "module.evaluate_every_samples=null",
     ]  # fmt: skip
 
 

@@ -103,12 +103,17 @@ def test_they_equal_the_multi_tensor_operators(
     theirs = make(its, master_weights=master)
     train(ours, mine, range(2), size)
     train(theirs, its, range(2), size)
-    # The interpreter truncates to bfloat16 where a GPU rounds.
-    tolerance = 1e-6 if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
+    # Both are that near to the reference, so twice that to each other; a weight of which the update leaves little shows
+    # it. The interpreter truncates to bfloat16 where a GPU rounds.
+    tolerance = 2 * TOLERANCE[dtype] if dtype == torch.float32 else 3 * torch.finfo(dtype).eps
     assert_close(state_of(ours, mine), [each.double() for each in state_of(theirs, its)], tolerance)
     if dtype != torch.float32 and master:
         for param, other in zip(mine, its, strict=True):
-            assert_close([ours.state[param]["master_weight"]], [theirs.state[other]["master_weight"].double()], 1e-6)
+            assert_close(
+                [ours.state[param]["master_weight"]],
+                [theirs.state[other]["master_weight"].double()],
+                2 * TOLERANCE[torch.float32],
+            )
 
 
 def test_groups_have_their_own_numbers_and_share_the_clip_with_those_of_other_operators() -> None:
