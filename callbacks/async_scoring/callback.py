@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
@@ -15,6 +14,7 @@ from fasttrain.callbacks.async_scoring.each_image_once import check_padding, lea
 from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag
 from fasttrain.callbacks.async_scoring.history import Evaluation, plain_rows, rows_of, table_of
 from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
+from fasttrain.callbacks.async_scoring.late_scores import Watcher, forget_scores, show_last_scores, watchers_of
 from fasttrain.callbacks.async_scoring.late_target import LateTarget
 from fasttrain.callbacks.async_scoring.ranks import OneProcess, Ranks, SeveralProcesses
 from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
@@ -22,7 +22,6 @@ from fasttrain.callbacks.async_scoring.scorer import AsyncScorer
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.randomness import random_state, set_random_state
-from fasttrain.target import StopAtTarget
 from fasttrain.trainer import logging_step, validation_is_due
 
 BATCHES_BETWEEN_LOOKS = 20
@@ -58,7 +57,7 @@ class AsyncCOCOScoring(pl.Callback):
         self._lost: list[NotScored] = []
         self._ranks: Ranks | None = None  # where there is something to score
         self._scorer: AsyncScorer | None = None  # on the first rank
-        self._watchers: list[LateTarget | LateCheckpoint] = []
+        self._watchers: list[Watcher] = []
         self._module: pl.LightningModule | None = None
         self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
         self._random_state: dict[str, Any] | None = None
@@ -86,13 +85,8 @@ class AsyncCOCOScoring(pl.Callback):
         self._begun, self._lost = time.perf_counter(), []
         ranks = self._ranks = SeveralProcesses() if trainer.world_size > 1 else OneProcess()
         ranks.first(lambda: self._start_scorer(pl_module))
-        for name in {name for _, scores in self.scores for name in scores}:  # an earlier fit's
-            trainer.callback_metrics.pop(name, None)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StopAtTarget):
-                self._watchers.append(LateTarget(callback, lambda: self._ending is not None))
-            elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                self._watchers.append(LateCheckpoint(callback, lambda: self._ending, ranks.is_first))
+        forget_scores(trainer, self.scores)
+        self._watchers += watchers_of(trainer, lambda: self._ending, ranks.is_first)
         self._take_over(trainer, pl_module)
         self._go_on_with_unfinished(trainer)
         self.changes = [Change("on_validation_epoch_end", "scored in a process of its own, while training goes on")]
@@ -112,9 +106,7 @@ class AsyncCOCOScoring(pl.Callback):
             return
         self._drain(trainer, self._ranks)
         self._ranks.close()
-        if self.scores:
-            late = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.scores[-1][1].items()}
-            trainer.callback_metrics.update(late)
+        show_last_scores(trainer, self.scores)
         self._close()
         if self._lost and self.config.on_failure == "error":
             raise OptimizationError(_lost_text(self._lost))

@@ -5,13 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fasttrain.callbacks.async_scoring.evaluation import Scored, Tag
-from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
-from fasttrain.callbacks.async_scoring.late_target import LateTarget
+from fasttrain.callbacks.async_scoring.late_scores import Watcher, forget_scores, show_last_scores, watchers_of
 from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
 from fasttrain.callbacks.evaluation_ranks.config import EvaluationRanksConfig
 from fasttrain.callbacks.evaluation_ranks.evaluation_side import EvaluationSide, Rows
@@ -28,7 +26,6 @@ from fasttrain.callbacks.evaluation_ranks.strategy import (
 from fasttrain.callbacks.evaluation_ranks.training_side import TrainingSide, told
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
-from fasttrain.target import StopAtTarget
 from fasttrain.trainer import logging_step
 
 COLUMNS = ("step", "epoch", "handed over (s)", "score taken (s)", "batches later", "scoring (s)")
@@ -72,7 +69,7 @@ class EvaluationRanks(pl.Callback):
         self._evaluations: list[_Evaluation] = []
         self._training: TrainingSide | None = None
         self._evaluation: EvaluationSide | None = None
-        self._watchers: list[LateTarget | LateCheckpoint] = []
+        self._watchers: list[Watcher] = []
         self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
         self._batches = 0
         self._rows: Rows = []
@@ -120,13 +117,8 @@ class EvaluationRanks(pl.Callback):
             return
         schedule = WaitSchedule(config.early_wait, config.early_epochs, config.late_wait)
         self._training = TrainingSide(roles, pl_module, schedule, config.timeout_seconds)
-        for name in {name for _, scores in self.scores for name in scores}:  # an earlier fit's
-            trainer.callback_metrics.pop(name, None)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StopAtTarget):
-                self._watchers.append(LateTarget(callback, lambda: self._ending is not None))
-            elif isinstance(callback, ModelCheckpoint) and callback.monitor is not None:
-                self._watchers.append(LateCheckpoint(callback, lambda: self._ending, trainer.is_global_zero))
+        forget_scores(trainer, self.scores)
+        self._watchers += watchers_of(trainer, lambda: self._ending, trainer.is_global_zero)
         if trainer.enable_validation:
             self.changes = [Change("validation", "handed over to ranks of its own", roles.evaluation)]
 
@@ -136,9 +128,7 @@ class EvaluationRanks(pl.Callback):
             return
         self._take(trainer, self._training.collect())
         self._training.finish()
-        if self.scores:
-            late = {name: torch.tensor(value, dtype=torch.float64) for name, value in self.scores[-1][1].items()}
-            trainer.callback_metrics.update(late)
+        show_last_scores(trainer, self.scores)
         self._release(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
