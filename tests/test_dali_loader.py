@@ -18,6 +18,7 @@ pytest.importorskip("nvidia.dali")
 
 from fasttrain.callbacks import DALIConfig, DALILoader, DetectionGraph, EncodedFiles, UsableSamples
 from fasttrain.callbacks.dali_loader.pipeline import GraphPipeline
+from fasttrain.callbacks.dali_loader.reading import HostBatch
 from fasttrain.callbacks.dali_loader.reference import TOLERANCE, reference
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import EpochOrder, ResumableLoader, SampleKey
@@ -253,13 +254,44 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_an_error_that_is_no_samples_is_not_blamed_on_one() -> None:
+    class CutsOutside(DetectionGraph):
+        def outputs(self, *given: Any) -> dict[str, Any]:
+            from nvidia.dali import fn
+
+            found = super().outputs(*given)
+            return {**found, "images": fn.slice(found["images"], [SIZE[0] + 1], [8], axes=[0], normalized_anchor=False)}
+
+    one = DALILoader(PICTURES, CutsOutside(targets, SIZE), EpochOrder(12, shuffle=False, seed=0), 4, config=CONFIG)
+    with pytest.raises(RuntimeError, match="(?i)slice"):
+        list(one)
+
+
+def test_a_graph_that_gives_too_few_rows_is_told_which() -> None:
     def too_few(keys: Any) -> dict[str, Any]:
         found = targets(keys)
         return {**found, "index": found["index"][: max(len(keys) - 1, 0)]}
 
     one = DALILoader(PICTURES, DetectionGraph(too_few, SIZE), EpochOrder(12, shuffle=False, seed=0), 4, config=CONFIG)
-    with pytest.raises(RuntimeError, match="Batch size clash"):
+    with pytest.raises(ValueError, match="gave 3 rows of 'index' for 4 samples; it must give one for each"):
         list(one)
+
+
+# ---- what the decoder sees first -------------------------------------------------------------------------------------
+
+
+def test_the_first_batch_that_dali_works_on_is_as_large_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = []
+    feed = GraphPipeline._feed
+
+    def noted(self: GraphPipeline, batch: HostBatch) -> None:
+        fed.append([key.index for key in batch.keys])
+        feed(self, batch)
+
+    monkeypatch.setattr(GraphPipeline, "_feed", noted)
+    one = loader(2, 5, config=replace(CONFIG, prefetch=2))  # as when a run goes on with an epoch's last batch
+    assert [index for batch in seen(one, 0) for _, index in batch] == fed[-1]
+    assert [len(batch) for batch in fed] == [5, 5, 2], "DALI's decoder on a GPU is thrice as slow after a small one"
+    assert set(fed[0]) == {0, 1}
 
 
 # ---- memory and ends: NVIDIA/DALI#486, #5087, #328 -------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fasttrain.batches import map_tensors, tensors_in
 from fasttrain.capture import clear_broken_capture
+from fasttrain.forks import keep_what_children_inherit
 
 Function = Callable[[], Any]
 
@@ -78,6 +79,7 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        keep_what_children_inherit()  # graphs that are no more, in cycles
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()

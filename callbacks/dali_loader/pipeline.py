@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from fasttrain.callbacks.dali_loader.config import DALIConfig
 from fasttrain.callbacks.dali_loader.graph import Device, LoaderGraph
 from fasttrain.callbacks.dali_loader.reading import HostBatch
+from fasttrain.forks import keep_what_children_inherit
 
 ENCODED, PARAMETER = "encoded", "parameter:"
 MIB = 2**20
@@ -37,11 +38,12 @@ class GraphPipeline:
         config: DALIConfig,
         casts: Mapping[str, torch.dtype] | None = None,
     ) -> None:
+        keep_what_children_inherit()  # pipelines: they'd wait for threads that a child doesn't have
         self.device, self.casts = device, dict(casts or {})
         self.names: list[str] = []
         self.held: deque[HostBatch] = deque()
         """Batches that were fed and not taken, whose bytes DALI reads where they lie."""
-        self._depth, self._runs = config.prefetch, False
+        self._batch_size, self._depth, self._runs = batch_size, config.prefetch, False
         # DALI reads bytes where they lie, and outputs that are bound to a stream come before the device is done.
         self._taken: deque[HostBatch] = deque(maxlen=config.prefetch)
         self._pipe = self._define(graph, batch_size, config)
@@ -107,8 +109,12 @@ class GraphPipeline:
             self._pipe.feed_input(PARAMETER + name, np.ascontiguousarray(values))
 
     def _start(self, batch: HostBatch) -> None:
-        """Begin with single samples: the first call of `schedule_run` wants as many batches as the pipeline is deep."""
-        first = batch.only(0)
+        """Run this batch some times for nothing: the first `schedule_run` wants as many as the pipeline is deep.
+
+        Whole batches: the decoder (nvImageCodec 0.9) divides its work by the first that it sees, and doesn't think
+        again. After a first batch of one image, later ones of 32 took three times as long.
+        """
+        first = batch.filled(self._batch_size)
         for _ in range(self._depth):
             self._feed(first)
         self._pipe.schedule_run()

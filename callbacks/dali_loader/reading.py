@@ -16,17 +16,35 @@ Keys = Sequence[SampleKey]
 
 @dataclass(frozen=True)
 class HostBatch:
-    """What a pipeline is fed for one batch."""
+    """What a pipeline is fed for one batch.
+
+    Raises:
+        ValueError: a parameter has another number of rows than there are samples.
+    """
 
     keys: Keys
     encoded: list[NDArray[np.uint8]]
     parameters: Mapping[str, NDArray[Any]]
 
+    def __post_init__(self) -> None:
+        for name, values in self.parameters.items():
+            if len(values) != len(self.keys):
+                raise ValueError(
+                    f"a DALI loader's graph gave {len(values)} rows of '{name}' for {len(self.keys)} samples; it must "
+                    "give one for each."
+                )
+
     def only(self, place: int) -> "HostBatch":
         """Return one sample of it as a batch."""
-        rows = slice(place, place + 1)
-        cut = {name: values[rows] for name, values in self.parameters.items()}
-        return HostBatch(self.keys[rows], self.encoded[rows], cut)
+        return self._rows([place])
+
+    def filled(self, size: int) -> "HostBatch":
+        """Return its samples over and over, so many in all."""
+        return self._rows([row % len(self.keys) for row in range(size)])
+
+    def _rows(self, rows: list[int]) -> "HostBatch":
+        chosen = {name: values[rows] for name, values in self.parameters.items()}
+        return HostBatch([self.keys[row] for row in rows], [self.encoded[row] for row in rows], chosen)
 
 
 class ReadAhead:

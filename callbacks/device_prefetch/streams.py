@@ -6,6 +6,8 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from fasttrain.forks import keep_what_children_inherit
+
 T = TypeVar("T")
 
 
@@ -56,6 +58,7 @@ class CudaStreams:
     """On a CUDA device. The step's stream is the current one of the thread that steps."""
 
     def __init__(self, device: torch.device) -> None:
+        keep_what_children_inherit()  # freeing a tensor that two streams have used records an event
         self.device = device
         self.side = torch.cuda.Stream(device)
 
