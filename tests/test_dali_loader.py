@@ -262,7 +262,7 @@ def test_an_error_that_is_no_samples_is_not_blamed_on_one() -> None:
             return {**found, "images": fn.slice(found["images"], [SIZE[0] + 1], [8], axes=[0], normalized_anchor=False)}
 
     one = DALILoader(PICTURES, CutsOutside(targets, SIZE), EpochOrder(12, shuffle=False, seed=0), 4, config=CONFIG)
-    with pytest.raises(RuntimeError, match="(?i)slice"):
+    with pytest.raises(RuntimeError, match=r"(?i)slice"):
         list(one)
 
 
