@@ -84,7 +84,7 @@ class LAMB(LayerwiseOptimizer):
         adapt: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        fused: bool | None = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,

@@ -81,7 +81,7 @@ class LARS(LayerwiseOptimizer):
         adapt: bool = True,
         lr_in_momentum: bool = True,
         master_weights: bool = False,
-        fused: bool | None = False,
+        fused: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,

@@ -77,7 +77,7 @@ class LayerwiseOptimizer(Optimizer):
         """Take state of before there were kernels, too."""
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("fused", False)
+            group.setdefault("fused", None)
 
     @property
     def tables(self) -> DeviceTables:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 ADDRESSES = "addresses"
+SPARES = 2  # for a capture that fails its check, and the one after it
 
 
 class _Entry(NamedTuple):
@@ -27,7 +28,7 @@ class DeviceTables:
 
     def __init__(self) -> None:
         self._last: dict[tuple[Hashable, torch.device], _Entry] = {}
-        self._spare: dict[tuple[Hashable, torch.device], Tensor] = {}
+        self._spare: dict[tuple[Hashable, torch.device], list[Tensor]] = {}
         self._kept: dict[int, Tensor] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DeviceTables":
@@ -67,21 +68,33 @@ class DeviceTables:
             return entry.table
         is_capturing = torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(device).cuda_stream
-        if entry is not None and entry.numbers == wanted and (is_capturing or entry.stream == stream):
-            return self._keep(entry.table) if is_capturing else entry.table
+        is_last = entry is not None and entry.numbers == wanted and (is_capturing or entry.stream == stream)
         if is_capturing:
-            # Asking for pinned memory may query events, which ends a capture (pytorch/pytorch#146924). Where there is
-            # none left a captured copy reads ordinary memory, which works too.
-            host = torch.tensor(contents(wanted), dtype=dtype)
-            pinned = self._spare.pop(key, None)
-            if pinned is not None and pinned.shape == host.shape:
-                host = pinned.copy_(host)
-            return self._keep(host).to(device, non_blocking=True)
-        table = torch.tensor(contents(wanted), dtype=dtype).pin_memory().to(device, non_blocking=True)
-        if key not in self._spare or self._spare[key].shape != table.shape:
-            self._spare[key] = torch.empty(table.shape, dtype=dtype, pin_memory=True)
-        self._last[key] = _Entry(wanted, table, stream)
-        return table
+            if entry is not None and is_last:
+                return self._keep(entry.table)
+            return self._keep(self._pinned(key, torch.tensor(contents(wanted), dtype=dtype))).to(
+                device, non_blocking=True
+            )
+        if entry is None or not is_last:
+            table = torch.tensor(contents(wanted), dtype=dtype).pin_memory().to(device, non_blocking=True)
+            entry = self._last[key] = _Entry(wanted, table, stream)
+        self._fill_up(key, entry.table)
+        return entry.table
+
+    def _pinned(self, key: tuple[Hashable, torch.device], host: Tensor) -> Tensor:
+        """Return the numbers in memory that a captured copy can read; torch 2.11 refuses what isn't pinned.
+
+        Asking for it in a capture may query events, which ends the capture (pytorch/pytorch#146924), so some was kept
+        since the last step outside. Only where several captures in a row have used it up is it asked for.
+        """
+        spare = self._spare.get(key, [])
+        return spare.pop().copy_(host) if spare and spare[-1].shape == host.shape else host.pin_memory()
+
+    def _fill_up(self, key: tuple[Hashable, torch.device], like: Tensor) -> None:
+        spare = [each for each in self._spare.get(key, []) if each.shape == like.shape]
+        while len(spare) < SPARES:
+            spare.append(torch.empty(like.shape, dtype=like.dtype, pin_memory=True))
+        self._spare[key] = spare
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self._kept[id(tensor)] = tensor

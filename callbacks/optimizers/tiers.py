@@ -16,11 +16,11 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Tiling:
     """How much a program of the kernels takes."""
 
-    chunk: int = 2**14
+    chunk: int = 2**12
     """Elements of one tensor, a multiple of `block`."""
     block: int = 2**10
     """Elements at once, a power of two."""
-    warps: int = 4
+    warps: int = 8
     keep_updates: bool = False
     """Have LAMB's updates written, in as much memory as the weights in fp32 have, and not computed again: as many bytes
     are moved."""
