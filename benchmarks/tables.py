@@ -50,7 +50,7 @@ def _names(text: str) -> dict[str, str]:
 
 def _table(rows: Sequence[Row], cases: dict[str, str], variants: dict[str, str]) -> list[str]:
     cells = {(row.case, row.variant): row for row in rows if row.case in cases and row.variant in variants}
-    units = {row.unit for row in cells.values()}
+    units = {"" if row.unit == "1" else row.unit for row in cells.values()}
     lines = [
         f"| {' or '.join(sorted(units))} | " + " | ".join(variants.values()) + " |",
         "|---" * (len(variants) + 1) + "|",
@@ -85,10 +85,15 @@ def _captions(rows: Sequence[Row]) -> list[str]:
         cores = cpu.split(", ")[1] if ", " in cpu else cpu
         versions = f"torch {torch}" + (f", cuDNN {int(cudnn) // 10000}.{int(cudnn) % 10000 // 100}" if cudnn else "")
         captions.append(
-            f"Medians of {' or '.join(map(str, repeats))}; 10th and 90th percentiles within {spread:.0%} of them. "
-            f"{gpu or cpu.split(', ')[0]}, {cores}, {versions}, {date}, commit {commit}."
+            f"{_spread(repeats, spread)} {gpu or cpu.split(', ')[0]}, {cores}, {versions}, {date}, commit {commit}."
         )
     return captions
+
+
+def _spread(repeats: Sequence[int], spread: float) -> str:
+    if list(repeats) == [1]:
+        return "One run each."
+    return f"Medians of {' or '.join(map(str, repeats))}; 10th and 90th percentiles within {spread:.0%} of them."
 
 
 if __name__ == "__main__":
