@@ -22,7 +22,6 @@ from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset
-from fasttrain.recipes.resnet50.folders import LabelledFiles
 
 pytest.importorskip("nvidia.dali")
 
@@ -51,7 +50,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> LabelledImages:
 
 
 def pixels(samples: LabelledImages, index: int) -> Tensor:
-    return load_image(samples.encoded.name(index).strip("'"))
+    return load_image(samples.encoded.name(index))
 
 
 def assert_same_pixels(found: Tensor, transform: Callable[[Tensor], Tensor], image: Tensor, border: int = 0) -> None:
@@ -94,11 +93,8 @@ def test_training_pixels_are_those_of_torchvision_for_the_same_windows(
 
 def test_a_torch_loader_shows_the_same_crops(samples: LabelledImages) -> None:
     """The ResNet recipe's own dataset, with the same seed: the windows, mirrors and labels of a visit are one."""
-    files = LabelledFiles(
-        [samples.encoded.name(i).strip("'") for i in range(len(samples))], samples.labels, ("a", "b", "c")
-    )
     augmentation = Augmentation(5, (0.3, 1.0), (0.8, 1.25), flip=True, mixup=0.0)
-    wanted = ClassificationDataset(files, 48, 56, augmentation).__getitems__(KEYS)
+    wanted = ClassificationDataset(samples, 48, 56, augmentation).__getitems__(KEYS)
     graph = ClassificationGraph(
         samples=samples, augment=True, seed=5, image_size=48, scale=(0.3, 1.0), ratio=(0.8, 1.25)
     )

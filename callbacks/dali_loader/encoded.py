@@ -24,13 +24,13 @@ class EncodedSamples(Protocol):
         """
 
     def name(self, index: int) -> str:
-        """Return what a user would look for to find this sample: its file, or its archive and the member in it."""
+        """Return what a user would look for to find this sample: its file, or the member and its archive."""
 
 
 class EncodedFiles:
     """One file a sample."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[str | Path]) -> None:
         self.paths = paths
 
     def __len__(self) -> int:
