@@ -108,7 +108,7 @@ def classification(config: DALIConfig = CLASSIFICATION, **windows: int) -> Itera
     def ours() -> Any:
         return classification_loaders.dali_loader(dataset, order, CLASS_BATCH, device=_device(), config=config)
 
-    windows = {"window": 25, **windows}
+    windows = {"warm_up": 10, "window": 20, "windows": 5, **windows}
     yield from _compared("classification_224", torchs, ours, lambda: _windows_by_dali_alone(config), config, windows)
 
 

@@ -1,7 +1,7 @@
 """Images with a class each, from encoded bytes to a normalized batch: the training's random crop or the validation's.
 
-In training only the window that was drawn is decoded, then resized, mirrored and normalized. The windows are drawn on
-the host with torchvision's distribution, which depends on the image's size and shape: so the sizes come from the
+In training the window that was drawn is decoded, resized, mirrored and normalized. The windows are drawn on the
+host with torchvision's distribution, which depends on the image's size and shape: so the sizes come from the
 archive's table, or from the header when an image is first seen, and not from inside of the pipeline.
 
 Pixels are those of torchvision's `resize` with antialiasing, to within the rounding to whole grey levels on a CPU.
@@ -67,8 +67,9 @@ class ClassificationGraph:
     """Of the images in a batch. uint8 are grey levels, for a step that normalizes, and mixes, by itself."""
     channels_last: bool = True
     """Whether the channels come last in memory, as tensor cores want them."""
-    decode_window: bool = True
-    """Decode the window alone; false decodes the whole image and then cuts it out, for decoders that prefer that."""
+    decode_window: bool | None = None
+    """Decode the window alone, or the whole image and then cut it out; null does what is faster, the window on a CPU and
+    the whole on a GPU (13,700 against 13,000 images/s of 500 x 375 pixels on an H200)."""
     decoder: Mapping[str, float | int | bool] = field(default_factory=lambda: {"hw_decoder_load": 0.9})
     """Options of DALI's GPU decoder: share of the hardware decoder, preallocation hints. Not used on a CPU."""
     targets: Targets | None = None
@@ -164,7 +165,7 @@ class ClassificationGraph:
             whole = fn.decoders.image(encoded, **decode)
             return fn.slice(fn.resize(whole, **resize), shape=[self.image_size, self.image_size], **where)
         where["shape"] = parameters[SHAPE]
-        if self.decode_window:
+        if device == "cpu" if self.decode_window is None else self.decode_window:
             window = fn.decoders.image_slice(encoded, **where, **decode)
         else:
             window = fn.slice(fn.decoders.image(encoded, **decode), **where)
