@@ -1,6 +1,6 @@
 """Classification batches of a CPU pipeline against torch's: pixels, labels, mirrors and mixtures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torchvision.transforms.v2 import functional
 
 from fasttrain.callbacks.dali_loader.classification import IMAGENET_MEAN, IMAGENET_STD, ClassificationGraph
 from fasttrain.callbacks.dali_loader.labelled import LabelledImages, class_folder
+from fasttrain.callbacks.dali_loader.reference import repeated_colours
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.image_sets.files import load_image
@@ -145,6 +146,43 @@ def test_a_batch_is_a_function_of_its_keys(samples: LabelledImages) -> None:
     assert not np.array_equal(other_epoch["crop_start"], graph.parameters(KEYS)["crop_start"])
 
 
+@pytest.mark.parametrize("augment", [True, False])
+def test_grey_levels_are_what_floats_are_made_of(samples: LabelledImages, augment: bool) -> None:
+    def images(**options: Any) -> NDArray[Any]:
+        graph = ClassificationGraph(samples=samples, augment=augment, image_size=32, seed=1, **options)
+        return one_batch(graph, samples.encoded, KEYS)["images"]
+
+    levels, exact = images(dtype="uint8"), images(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    assert levels.dtype == np.uint8
+    np.testing.assert_allclose(levels, exact, atol=1e-3)
+    assert np.array_equal(images(dtype="uint8", channels_last=False).transpose(0, 2, 3, 1), levels)
+
+
+def test_targets_take_the_place_of_labels(samples: LabelledImages) -> None:
+    def targets(keys: Sequence[SampleKey]) -> dict[str, NDArray[Any]]:
+        return {"twice": np.array([2 * key.index for key in keys], dtype=np.int64)}
+
+    graph = ClassificationGraph(samples=samples, augment=True, image_size=32, targets=targets)
+    batch = one_batch(graph, samples.encoded, KEYS)
+    assert list(batch) == ["images", "twice"]
+    assert batch["twice"].tolist() == [6, 0, 10, 2, 8, 4, 6]
+
+
+def test_repeated_colours_have_the_brightness_of_interpolated_ones(samples: LabelledImages) -> None:
+    """The reference of GPUs: squares of 2 x 2 pixels have one colour, and brightness is as any decoder has it."""
+    data = samples.encoded.read(0)
+    found = torch.from_numpy(repeated_colours(data)).double()
+    wanted = pixels(samples, 0).permute(1, 2, 0).double()
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().mean() > 1
+    inside = ((found > 0) & (found < 255) & (wanted > 0) & (wanted < 255)).all(dim=2)
+    of_brightness = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
+    assert ((found - wanted) @ of_brightness)[inside].abs().max() <= 1.5
+    blue_over_luma = (found[..., 2] - found @ of_brightness)[:374, :500].unfold(0, 2, 2).unfold(1, 2, 2)
+    squares = inside[:374, :500].unfold(0, 2, 2).unfold(1, 2, 2).all(dim=(2, 3))
+    assert (blue_over_luma.amax((2, 3)) - blue_over_luma.amin((2, 3)))[squares].max() <= 2
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_mixup_adds_each_image_to_its_neighbour(samples: LabelledImages, dtype: Any) -> None:
     options: dict[str, Any] = {"samples": samples, "augment": True, "image_size": 32, "seed": 5}
@@ -201,6 +239,7 @@ def test_an_image_without_a_header_is_named(tmp_path: Path) -> None:
         ({"scale": (0.5, 1.1)}, "0 < low <= high <= 1"),
         ({"ratio": (2.0, 1.0)}, r"ratio is \(2.0, 1.0\); width / height is needed"),
         ({"mixup_alpha": -1.0}, "mixup_alpha is -1.0; 0 or more is needed"),
+        ({"mixup_alpha": 0.2, "dtype": "uint8"}, "mixup_alpha is 0.2, but uint8 images and targets of one's own are"),
         ({"augment": False, "resize_size": 200}, "resize_size is 200, but 224 x 224 pixels are cut out"),
     ],
 )

@@ -21,9 +21,9 @@ On a GPU DALI is compared with itself on the CPU, where colours are treated as t
 as many samples of colour as of brightness each way. libjpeg-turbo interpolates between them, and so does the GPU with
 `fancy_upsampling`; else it repeats them (`repeated_colours`), which at an edge of colour makes any difference to
 single pixels, and 6 grey levels on average in a picture that is nothing but edges of colour, 0.5 in one like a
-photograph. What is left is how the blocks' inverse transform is rounded: on an H200 at most 1 level and 0.001 on average
-by its decoder unit, 3 and 0.04 by its cores, to which progressive files go in any case; inside as on the edge of a
-window, whether that or the whole image is decoded.
+photograph. What is left is how the blocks' inverse transform is rounded: on an H200 at most 1 level and 0.001 on
+average by its decoder unit, 3 and 0.04 by its cores, to which progressive files go in any case; inside as on the edge
+of a window, whether that or the whole image is decoded.
 """
 
 
