@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain.callbacks import EncodedSamples, UsableSamples, image_header, portable_pixmap
+from fasttrain.callbacks import EncodedSamples, UsableSamples, WhenBad, image_header, portable_pixmap
 from fasttrain.callbacks.dali_loader import BLANK, BLANK_SIZE
 from fasttrain.recipes.image_sets.bad import ImagePolicy
 from fasttrain.recipes.image_sets.files import decode_image
@@ -28,15 +28,16 @@ class UsableImages(UsableSamples):
         training: bool,
         annotated_size: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
-        when_skipped = "substitute" if training else "blank"
-        super().__init__(samples, "error" if on_bad_image == "error" else when_skipped, self.prepared, self.decoded)
+        when_bad: WhenBad = "error" if on_bad_image == "error" else "substitute" if training else "blank"
+        super().__init__(samples, when_bad, self.prepared, self.decoded)
         self._annotated_size = annotated_size
-        self._sizes = np.zeros((len(samples) + 1, 2), dtype=np.int32)
+        self._sizes: NDArray[np.int32] = np.zeros((len(samples) + 1, 2), dtype=np.int32)
         self._sizes[BLANK] = BLANK_SIZE
 
     def sizes(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return (n, 2): width and height of what was read last for n indices, as it is decoded."""
-        return self._sizes[self.shown[indices]]
+        sizes: NDArray[np.int32] = self._sizes[self.shown[indices]]
+        return sizes
 
     def prepared(self, index: int, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the file's bytes, or its pixels as a PPM where its head shows something uncommon.

@@ -19,8 +19,9 @@ def torch_loader(
     dataset: ClassificationDataset, order: EpochOrder, batch_size: int, *, workers: int | None, on_gpu: bool
 ) -> ResumableLoader:
     """Return batches of the CPU, made by `workers` processes; None is what this machine has to spare."""
-    options = {"batch_size": batch_size, "drop_last": True, "collate_fn": collate}
-    return image_loader(dataset, order, workers, on_gpu=on_gpu, **options)
+    return image_loader(
+        dataset, order, workers, on_gpu=on_gpu, batch_size=batch_size, drop_last=True, collate_fn=collate
+    )
 
 
 def dali_loader(
