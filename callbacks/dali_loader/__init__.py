@@ -4,7 +4,7 @@ from fasttrain.callbacks.dali_loader.classification import ClassificationGraph
 from fasttrain.callbacks.dali_loader.config import DALIConfig, require_dali
 from fasttrain.callbacks.dali_loader.containers import labelled_images
 from fasttrain.callbacks.dali_loader.detection import DetectionGraph
-from fasttrain.callbacks.dali_loader.encoded import EncodedFiles, EncodedSamples
+from fasttrain.callbacks.dali_loader.encoded import EncodedFiles, EncodedSamples, whole_file
 from fasttrain.callbacks.dali_loader.graph import LoaderGraph
 from fasttrain.callbacks.dali_loader.header import image_header
 from fasttrain.callbacks.dali_loader.labelled import LabelledImages
@@ -32,4 +32,5 @@ __all__ = [
     "portable_pixmap",
     "require_dali",
     "sharded_files",
+    "whole_file",
 ]

@@ -23,6 +23,7 @@ import torchvision  # noqa: F401  (its import registers torch.ops.image)
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from fasttrain.callbacks.dali_loader import whole_file
 from fasttrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _size(pixels: Tensor) -> str:
 def read_file(path: str | Path) -> NDArray[np.uint8]:
     """Return the bytes of an image file, or raise DataError."""
     try:
-        return np.fromfile(path, dtype=np.uint8)
+        return whole_file(path)
     except FileNotFoundError:
         raise DataError(f"there is no image file '{path}'; was it moved or deleted during the run?") from None
     except OSError as error:
