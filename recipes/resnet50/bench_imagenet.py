@@ -1,6 +1,6 @@
 """Training from JPEGs on disk: images/s of whole fits, and the share of their time in which they wait for data.
 
-ImageNet's own files may not be passed on, so these are pictures that cost a decoder as much: 500 x 375 pixels, 92 kB,
+ImageNet's own files may not be passed on, so these are pictures that cost a decoder as much: 500 x 375 pixels, 91 kB,
 in the page cache.
 """
 
