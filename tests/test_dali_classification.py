@@ -1,6 +1,6 @@
 """Classification batches of a CPU pipeline against torch's: pixels, labels, mirrors and mixtures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from torchvision.transforms.v2 import functional
 
 from fasttrain.callbacks.dali_loader.classification import IMAGENET_MEAN, IMAGENET_STD, ClassificationGraph
 from fasttrain.callbacks.dali_loader.labelled import LabelledImages, class_folder
+from fasttrain.callbacks.dali_loader.reference import repeated_colours
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset
-from fasttrain.recipes.resnet50.folders import LabelledFiles
 
 pytest.importorskip("nvidia.dali")
 
@@ -51,7 +51,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> LabelledImages:
 
 
 def pixels(samples: LabelledImages, index: int) -> Tensor:
-    return load_image(samples.encoded.name(index).strip("'"))
+    return load_image(samples.encoded.name(index))
 
 
 def assert_same_pixels(found: Tensor, transform: Callable[[Tensor], Tensor], image: Tensor, border: int = 0) -> None:
@@ -81,11 +81,12 @@ def test_training_pixels_are_those_of_torchvision_for_the_same_windows(
     drawn = graph.parameters(KEYS)
     assert batch["images"].shape == (7, 96, 96, 3)
     assert batch["images"].dtype == np.float32
-    assert 0 < drawn["mirror"].sum() < 7
+    mirrored = np.asarray(drawn["extent"])[:, 1] < 0
+    assert 0 < mirrored.sum() < 7
     for row, key in enumerate(KEYS):
         (top, left), (height, width) = drawn["crop_start"][row].tolist(), drawn["crop_shape"][row].tolist()
         found = grey_levels(batch["images"])[row]
-        if drawn["mirror"][row]:
+        if mirrored[row]:
             found = found.flip(-1)
         crop = partial(functional.resized_crop, top=top, left=left, height=height, width=width, size=[96, 96])
         assert_same_pixels(found, crop, pixels(samples, key.index), border=1)
@@ -93,11 +94,8 @@ def test_training_pixels_are_those_of_torchvision_for_the_same_windows(
 
 def test_a_torch_loader_shows_the_same_crops(samples: LabelledImages) -> None:
     """The ResNet recipe's own dataset, with the same seed: the windows, mirrors and labels of a visit are one."""
-    files = LabelledFiles(
-        [samples.encoded.name(i).strip("'") for i in range(len(samples))], samples.labels, ("a", "b", "c")
-    )
     augmentation = Augmentation(5, (0.3, 1.0), (0.8, 1.25), flip=True, mixup=0.0)
-    wanted = ClassificationDataset(files, 48, 56, augmentation).__getitems__(KEYS)
+    wanted = ClassificationDataset(samples, 48, 56, augmentation).__getitems__(KEYS)
     graph = ClassificationGraph(
         samples=samples, augment=True, seed=5, image_size=48, scale=(0.3, 1.0), ratio=(0.8, 1.25)
     )
@@ -146,6 +144,43 @@ def test_a_batch_is_a_function_of_its_keys(samples: LabelledImages) -> None:
     assert np.array_equal(batch["images"][0], batch["images"][-1]), "the same visit twice"
     other_epoch = graph.parameters([SampleKey(3, key.index) for key in KEYS])
     assert not np.array_equal(other_epoch["crop_start"], graph.parameters(KEYS)["crop_start"])
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_grey_levels_are_what_floats_are_made_of(samples: LabelledImages, augment: bool) -> None:
+    def images(**options: Any) -> NDArray[Any]:
+        graph = ClassificationGraph(samples=samples, augment=augment, image_size=32, seed=1, **options)
+        return one_batch(graph, samples.encoded, KEYS)["images"]
+
+    levels, exact = images(dtype="uint8"), images(mean=(0, 0, 0), std=(1 / 255,) * 3)
+    assert levels.dtype == np.uint8
+    np.testing.assert_allclose(levels, exact, atol=1e-3)
+    assert np.array_equal(images(dtype="uint8", channels_last=False).transpose(0, 2, 3, 1), levels)
+
+
+def test_targets_take_the_place_of_labels(samples: LabelledImages) -> None:
+    def targets(keys: Sequence[SampleKey]) -> dict[str, NDArray[Any]]:
+        return {"twice": np.array([2 * key.index for key in keys], dtype=np.int64)}
+
+    graph = ClassificationGraph(samples=samples, augment=True, image_size=32, targets=targets)
+    batch = one_batch(graph, samples.encoded, KEYS)
+    assert list(batch) == ["images", "twice"]
+    assert batch["twice"].tolist() == [6, 0, 10, 2, 8, 4, 6]
+
+
+def test_repeated_colours_have_the_brightness_of_interpolated_ones(samples: LabelledImages) -> None:
+    """The reference of GPUs: squares of 2 x 2 pixels have one colour, and brightness is as any decoder has it."""
+    data = samples.encoded.read(0)
+    found = torch.from_numpy(repeated_colours(data)).double()
+    wanted = pixels(samples, 0).permute(1, 2, 0).double()
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().mean() > 1
+    inside = ((found > 0) & (found < 255) & (wanted > 0) & (wanted < 255)).all(dim=2)
+    of_brightness = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
+    assert ((found - wanted) @ of_brightness)[inside].abs().max() <= 1.5
+    blue_over_luma = (found[..., 2] - found @ of_brightness)[:374, :500].unfold(0, 2, 2).unfold(1, 2, 2)
+    squares = inside[:374, :500].unfold(0, 2, 2).unfold(1, 2, 2).all(dim=(2, 3))
+    assert (blue_over_luma.amax((2, 3)) - blue_over_luma.amin((2, 3)))[squares].max() <= 2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -204,6 +239,7 @@ def test_an_image_without_a_header_is_named(tmp_path: Path) -> None:
         ({"scale": (0.5, 1.1)}, "0 < low <= high <= 1"),
         ({"ratio": (2.0, 1.0)}, r"ratio is \(2.0, 1.0\); width / height is needed"),
         ({"mixup_alpha": -1.0}, "mixup_alpha is -1.0; 0 or more is needed"),
+        ({"mixup_alpha": 0.2, "dtype": "uint8"}, "mixup_alpha is 0.2, but uint8 images and targets of one's own are"),
         ({"augment": False, "resize_size": 200}, "resize_size is 200, but 224 x 224 pixels are cut out"),
     ],
 )

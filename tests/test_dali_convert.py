@@ -46,7 +46,7 @@ def test_shards_of_a_class_folder_have_its_samples_in_its_order(folder: Path, tm
     assert all(shard.stat().st_size <= 10**6 for shard in shards)
     total = sum(file.stat().st_size for file in folder.rglob("*.*") if file.is_file())
     assert progress[-1] == (total, total)
-    assert "'cat/2_v2~2.png'" in "".join(after.encoded.name(index) for index in range(6))
+    assert "cat/2_v2~2.png in" in "".join(after.encoded.name(index) for index in range(6))
 
 
 def test_each_image_has_its_label_beside_it_as_webdataset_wants(folder: Path, tmp_path: Path) -> None:

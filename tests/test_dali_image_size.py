@@ -98,7 +98,7 @@ def test_sizes_are_read_once_and_an_unreadable_one_names_its_image(tmp_path: Pat
         asked.append(index)
         return images[index][:count]
 
-    sizes = ImageSizes(head, np.zeros((3, 2), dtype=np.int32), lambda index: f"'picture {index}'")
+    sizes = ImageSizes(head, np.zeros((3, 2), dtype=np.int32), lambda index: f"picture {index}")
     for _ in range(2):
         assert sizes(np.array([1, 0, 1])).tolist() == [[20, 30], [30, 20], [20, 30]]
     assert asked.count(0) == 1

@@ -57,7 +57,7 @@ def test_images_are_read_where_they_lie_with_labels_and_sizes(files: list[Path])
     assert found.labels.tolist() == [0, 1, 2, 0]
     assert found.class_names == ("0", "1", "2")
     assert found.image_sizes(np.arange(4)).tolist() == [[20, 30], [21, 30], [22, 30], [23, 30]]
-    assert found.encoded.name(3) == f"'{files[1]}', 'record 0'"
+    assert found.encoded.name(3) == f"record 0 in {files[1]}"
     assert tfrecord_images(files, first_label=1, class_names=["cat", "dog", "owl", "emu"]).num_classes == 4
 
 
@@ -156,7 +156,7 @@ def test_a_record_that_is_no_example_is_named(tmp_path: Path) -> None:
 
 
 def test_labels_that_do_not_fit_are_told(files: list[Path]) -> None:
-    with pytest.raises(DataError, match=r"'record 0' has the label 1, but the first label is said to be 2; lower it"):
+    with pytest.raises(DataError, match=r"'record 0 in .*' has the label 1, but the first label is said to be 2;"):
         tfrecord_images(files, first_label=2)
     with pytest.raises(DataError, match=r"has the label 3, which is class 3 counted from 0, but 3 classes are named"):
         tfrecord_images(files, class_names=["cat", "dog", "owl"])

@@ -14,7 +14,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform, res
 
 from fasttrain.errors import DataError
 from fasttrain.recipes.image_sets import files
-from fasttrain.recipes.image_sets.files import load_image
+from fasttrain.recipes.image_sets.files import load_image, read_file
 from fasttrain.recipes.retinanet.resize import resize, scale_boxes
 
 EXIF_ORIENTATION = 0x0112
@@ -215,3 +215,14 @@ def test_scaled_boxes_are_torchvisions_and_come_back(
     assert torch.allclose(scale_boxes(scaled, to, of), boxes, rtol=1e-6, atol=1e-3)
     assert scaled[:, 0::2].max() <= to[1] * (1 + 1e-6)
     assert scaled[:, 1::2].max() <= to[0] * (1 + 1e-6)
+
+
+def test_a_file_is_read_whole(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
+    for length in (0, 1, 100_000):
+        (tmp_path / "file").write_bytes(content[:length].tobytes())
+        assert np.array_equal(read_file(tmp_path / "file"), content[:length])
+    with pytest.raises(DataError, match=r"^there is no image file '.*gone'; was it moved"):
+        read_file(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"' can't be read: Is a directory\.$"):
+        read_file(tmp_path)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import v2
 
+from fasttrain.callbacks import labelled_images
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.order import EvaluationOrder, SampleKey
 from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.resnet50.data import ClassificationData, DataConfig
 from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset, mix_shares
 from fasttrain.recipes.resnet50.drawing import GeneratedConfig, draw
-from fasttrain.recipes.resnet50.folders import read_folder
 from fasttrain.recipes.resnet50.generated import generate
 
 SMALL = GeneratedConfig(train_images=41, val_images=20, image_size=40)
@@ -44,7 +44,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def dataset(folder: Path, augmentation: Augmentation | None = None, **options: Any) -> ClassificationDataset:
-    return ClassificationDataset(read_folder(folder), 32, 36, augmentation, **options)
+    return ClassificationDataset(labelled_images(folder), 32, 36, augmentation, **options)
 
 
 # ---- the generated set ----------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_generated_set_is_the_same_for_any_number_of_processes(drawn: tuple[Path
 
 
 def test_generated_classes_are_shapes_with_textures(drawn: tuple[Path, Path]) -> None:
-    train, val = (read_folder(folder) for folder in drawn)
+    train, val = (labelled_images(folder) for folder in drawn)
     assert train.class_names == val.class_names == SMALL.class_names
     assert len(train.class_names) == 20
     assert {"plain-disc", "striped-star"} <= set(train.class_names)
@@ -107,29 +107,29 @@ def test_undrawable_config_is_one_sentence(values: dict[str, Any], sentence: str
 def test_folders_are_read_as_imagefolder_does(photos: Path) -> None:
     from torchvision.datasets import ImageFolder
 
-    theirs, ours = ImageFolder(str(photos)), read_folder(photos)
-    assert list(zip(ours.paths, ours.labels.tolist(), strict=True)) == theirs.samples
+    theirs, ours = ImageFolder(str(photos)), labelled_images(photos)
+    paths = [ours.encoded.name(index) for index in range(len(ours))]
+    assert list(zip(paths, ours.labels.tolist(), strict=True)) == theirs.samples
     assert list(ours.class_names) == theirs.classes
 
 
 def test_evaluation_is_numbered_by_the_training_sets_classes(photos: Path) -> None:
-    assert set(read_folder(photos / "..", ("other", "photos")).labels.tolist()) == {1}
+    assert set(labelled_images(photos / "..", class_names=("other", "photos")).labels.tolist()) == {1}
 
 
 def test_faulty_folders(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "a").mkdir(parents=True)
     for folder, names, sentence in (
-        (tmp_path / "no", None, f"there is no folder '{tmp_path}/no'; it is to have a subfolder with images for each "
-         "class."),
-        (tmp_path / "empty" / "a", None, f"'{tmp_path}/empty/a' has no subfolders; a folder with images for each class "
-         "is needed."),
+        (tmp_path / "no", None, f"the folder '{tmp_path}/no' can't be read: No such file or directory."),
+        (tmp_path / "empty" / "a", None, f"'{tmp_path}/empty/a' has no subfolders; a folder for each class is needed, "
+         "with its images in it."),
         (photos, ("a", "bb"), f"'{photos}' has a class 'b' that the training set lacks; did you mean 'bb'?"),
     ):  # fmt: skip
         with pytest.raises(DataError) as caught:
-            read_folder(folder, names)
+            labelled_images(folder, class_names=names)
         assert str(caught.value) == sentence
-    with pytest.raises(DataError, match=r"^the class folder '.*/empty/a' has no images \(.*\.jpg.*\); fill it or"):
-        read_folder(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"^the class folder '.*/empty/a' has no images \(.*\.jpg.*\); fill or"):
+        labelled_images(tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,8 @@ def test_impossible_values(values: dict[str, Any], sentence: str) -> None:
 def test_evaluation_equals_torchvisions_resize_and_centre_crop(photos: Path) -> None:
     ours = dataset(photos)
     transform = v2.Compose([v2.Resize(36, antialias=True), v2.CenterCrop(32)])
-    for index, path in enumerate(ours.files.paths):
+    for index in range(len(ours)):
+        path = ours.images.encoded.name(index)
         assert torch.equal(ours[index]["images"], transform(load_image(path))), path
 
 

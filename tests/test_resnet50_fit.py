@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 
-from fasttrain.callbacks import CATALOGUE
+from fasttrain.callbacks import CATALOGUE, labelled_images
 from fasttrain.config import TargetConfig
 from fasttrain.errors import ConfigError
 from fasttrain.fit import Outcome, fit
 from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.resnet50.data import ClassificationData, DataConfig
 from fasttrain.recipes.resnet50.drawing import GeneratedConfig
-from fasttrain.recipes.resnet50.folders import read_folder
 from fasttrain.recipes.resnet50.model import ResNetConfig
 from fasttrain.recipes.resnet50.module import ResNetTraining, TrainingConfig
 from fasttrain.recipes.resnet50.optimizer import OptimizerConfig
@@ -208,8 +207,8 @@ def test_optimizer_can_be_asked_for_without_a_trainer() -> None:
 
 def test_real_photographs_are_learned_from(grocery: Path, tmp_path: Path) -> None:
     """All 81 kinds of groceries are found; a few steps on three of them lower the loss."""
-    train, test = read_folder(grocery / "train"), read_folder(grocery / "test")
-    assert (len(train), len(test), len(train.class_names)) == (2640, 2485, 81)
+    train, test = labelled_images(grocery / "train"), labelled_images(grocery / "test")
+    assert (len(train), len(test), train.num_classes) == (2640, 2485, 81)
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         for name in ("00", "27", "50"):

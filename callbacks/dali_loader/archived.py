@@ -88,9 +88,9 @@ class ArchivedSamples:
         return self._first(index, count).tobytes()
 
     def name(self, index: int) -> str:
-        """Return the archive and the member in it, in quotes."""
+        """Return the member and the archive that it is in."""
         archive, row = self._place(index)
-        return f"'{self.archives[archive]}', '{self.tables[archive].name(row)}'"
+        return f"{self.tables[archive].name(row)} in {self.archives[archive]}"
 
     def column(self, name: str) -> Any:
         """Return a column of all archives' tables together."""
@@ -123,10 +123,10 @@ class ArchivedSamples:
             with self._files.opened(archive) as file:
                 got = os.preadv(file, [data.data], int(table.offsets[row]))
         except OSError as error:
-            raise DataError(f"{self.name(index)} can't be read: {error.strerror or error}.") from error
+            raise DataError(f"'{self.name(index)}' can't be read: {error.strerror or error}.") from error
         if got < length:
             raise DataError(
-                f"{self.name(index)} ends after {got:,} of {length:,} bytes: the archive was cut off after it was "
+                f"'{self.name(index)}' ends after {got:,} of {length:,} bytes: the archive was cut off after it was "
                 "indexed; copy it again."
             )
         return data

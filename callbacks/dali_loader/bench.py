@@ -11,11 +11,14 @@ from torch.utils.dlpack import from_dlpack
 
 from fasttrain.bench import Case
 from fasttrain.callbacks.dali_loader.bench_annotations import detection_files
-from fasttrain.callbacks.dali_loader.bench_images import photo_like_jpegs
+from fasttrain.callbacks.dali_loader.bench_images import photo_like_classes, photo_like_jpegs
 from fasttrain.callbacks.dali_loader.config import DALIConfig
+from fasttrain.callbacks.dali_loader.containers import labelled_images
 from fasttrain.environment import cache_folder, usable_cores
 from fasttrain.measure import Row, make_row, synchronize
 from fasttrain.order import EpochOrder
+from fasttrain.recipes.resnet50 import loaders as classification_loaders
+from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset
 from fasttrain.recipes.retinanet.coco import read_annotations
 from fasttrain.recipes.retinanet.dataset import DetectionDataset
 from fasttrain.recipes.retinanet.loaders import dali_loader, torch_loader
@@ -29,14 +32,24 @@ PREALLOCATED = DALIConfig(
     num_threads=12, prefetch=3, hw_decoder_load=0.9, image_size_hint=(HEIGHT, WIDTH),
     device_memory_mb=2048, host_memory_mb=512,
 )  # fmt: skip
+CLASS_SIZE, CLASS_FILES, CLASS_BATCH = (500, 375), 2048, 256  # 91 kB a file, quality 90
+CLASSIFICATION = DALIConfig(num_threads=12, hw_decoder_load=1.0)
 Loaders = Mapping[str, tuple[Callable[[], Iterable[Mapping[str, torch.Tensor]]], str]]
 
 
 def cases() -> list[Case]:
-    """Return the room's bench cases. Classification's is one more call of `images_per_second`."""
+    """Return the room's bench cases."""
     work = f"JPEGs of {WIDTH} x {HEIGHT} to {SIZE[0]}², boxes padded, batches of {BATCH} on the device"
     return [
         Case(ROOM, "detection_800", work, detection, needs_gpu=True),
+        Case(
+            ROOM,
+            "classification_224",
+            f"JPEGs of {CLASS_SIZE[0]} x {CLASS_SIZE[1]} to random windows of 224², batches of {CLASS_BATCH} on the "
+            "device",
+            classification,
+            needs_gpu=True,
+        ),
         Case(ROOM, "detection_800_start", f"{work}: the first {FIRST} batches of a process", starts, needs_gpu=True),
     ]
 
@@ -66,6 +79,7 @@ def images_per_second(
         del batches
         if hasattr(loader, "close"):
             loader.close()
+        del loader  # and torch's processes, before the next one's time is taken
         yield make_row(ROOM, case, variant, "images_per_second", "images/s", rates, note)
 
 
@@ -81,16 +95,42 @@ def detection(config: DALIConfig = DETECTION, **windows: int) -> Iterator[Row]:
     def ours() -> Any:
         return dali_loader(dataset, order, BATCH, drop_last=True, device=_device(), config=config)
 
+    yield from _compared("detection_800", torchs, ours, lambda: _by_dali_alone(config), config, windows)
+
+
+def classification(config: DALIConfig = CLASSIFICATION, **windows: int) -> Iterator[Row]:
+    """Yield the rows of the ResNet recipe's training data, in grey levels, likewise."""
+    dataset, order = classification_set()
+
+    def torchs() -> Any:
+        workers, on_gpu = min(16, usable_cores()), torch.cuda.is_available()
+        return classification_loaders.torch_loader(dataset, order, CLASS_BATCH, workers=workers, on_gpu=on_gpu)
+
+    def ours() -> Any:
+        return classification_loaders.dali_loader(dataset, order, CLASS_BATCH, device=_device(), config=config)
+
+    windows = {"warm_up": 10, "window": 20, "windows": 5, **windows}
+    yield from _compared("classification_224", torchs, ours, lambda: _windows_by_dali_alone(config), config, windows)
+
+
+def _compared(
+    case: str,
+    torchs: Callable[[], Any],
+    ours: Callable[[], Any],
+    alone: Callable[[], Any],
+    config: DALIConfig,
+    windows: Mapping[str, int],
+) -> Iterator[Row]:
     note = (
         f"{config.threads} threads, {config.readers} reading, {config.prefetch} ahead, {config.hw_decoder_load} by unit"
     )
     loaders: dict[str, tuple[Callable[[], Any], str]] = {
-        "torch": (torchs, f"{workers} processes"),
+        "torch": (torchs, f"{min(16, usable_cores())} processes"),
         "ours": (ours, note),
     }
     if torch.cuda.is_available():
-        loaders["dali_reader"] = (lambda: _by_dali_alone(config), f"{note}; fn.readers.file, no targets")
-    yield from images_per_second("detection_800", loaders, **windows)
+        loaders["dali_reader"] = (alone, f"{note}; fn.readers.file, no targets")
+    yield from images_per_second(case, loaders, **windows)
 
 
 def starts(configs: Mapping[str, DALIConfig] | None = None, batches: int = FIRST) -> Iterator[Row]:
@@ -130,6 +170,14 @@ def detection_set(images: int = 12800) -> tuple[DetectionDataset, EpochOrder]:
     return dataset, EpochOrder(images, shuffle=True, seed=0)
 
 
+def classification_set(images: int = 102_400) -> tuple[ClassificationDataset, EpochOrder]:
+    """Return a set of so many images in a thousand classes, the same few files over and over, with augmentation."""
+    place = photo_like_classes(_pictures(), images, 1000, CLASS_FILES, CLASS_SIZE)
+    augmentation = Augmentation(0, (0.05, 1.0), (0.75, 4 / 3), flip=True, mixup=0.0)
+    dataset = ClassificationDataset(labelled_images(place), 224, 256, augmentation)
+    return dataset, EpochOrder(images, shuffle=True, seed=0)
+
+
 def _by_dali_alone(config: DALIConfig) -> Iterator[dict[str, torch.Tensor]]:
     """Yield batches without end, read, decoded and resized by DALI from its own file reader."""
     from nvidia.dali import Pipeline, fn, types
@@ -140,6 +188,24 @@ def _by_dali_alone(config: DALIConfig) -> Iterator[dict[str, torch.Tensor]]:
         encoded, _ = fn.readers.file(files=files, random_shuffle=True)
         images = fn.decoders.image(encoded, device="mixed", output_type=types.RGB, **config.decoder_options())
         pipe.set_outputs(fn.resize(images, size=SIZE, interp_type=types.INTERP_LINEAR, antialias=False))
+    while True:
+        (output,) = pipe.run(torch.cuda.current_stream())
+        yield {"images": from_dlpack(output.as_tensor()).clone()}
+
+
+def _windows_by_dali_alone(config: DALIConfig) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches without end, read, cropped at random and resized by DALI from its own file reader."""
+    from nvidia.dali import Pipeline, fn, types
+
+    files = [str(path) for path in photo_like_jpegs(_pictures(), CLASS_FILES, CLASS_SIZE)]
+    pipe = Pipeline(CLASS_BATCH, config.threads, torch.cuda.current_device(), prefetch_queue_depth=config.prefetch)
+    with pipe:
+        encoded, _ = fn.readers.file(files=files, random_shuffle=True)
+        window = fn.decoders.image_random_crop(
+            encoded, device="mixed", output_type=types.RGB, random_area=[0.05, 1.0], **config.decoder_options()
+        )
+        images = fn.resize(window, size=[224, 224], interp_type=types.INTERP_LINEAR, antialias=True)
+        pipe.set_outputs(fn.flip(images, horizontal=fn.random.coin_flip()))
     while True:
         (output,) = pipe.run(torch.cuda.current_stream())
         yield {"images": from_dlpack(output.as_tensor()).clone()}

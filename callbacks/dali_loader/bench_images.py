@@ -41,6 +41,25 @@ def photo_like_jpegs(folder: Path, count: int, size: tuple[int, int], quality: i
     return paths
 
 
+def photo_like_classes(
+    folder: Path, images: int, classes: int, distinct: int, size: tuple[int, int], quality: int = 90
+) -> Path:
+    """Return a folder of class folders with so many images: `distinct` JPEGs over and over, as hard links.
+
+    So a set as long as one likes is in the page cache; it is linked once.
+    """
+    paths = photo_like_jpegs(folder, distinct, size, quality)
+    place = paths[0].parent.with_name(f"{paths[0].parent.name}-{images}-in-{classes}-of-{distinct}")
+    if not place.is_dir():
+        unfinished = place.with_name(f".{place.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        for number in range(classes):
+            (unfinished / f"{number:04d}").mkdir(parents=True)
+        for index in range(images):
+            os.link(paths[index % distinct], unfinished / f"{index % classes:04d}" / f"{index:07d}.jpg")
+        unfinished.rename(place)
+    return place
+
+
 def photo_like(index: int, size: tuple[int, int]) -> NDArray[np.uint8]:
     """Return picture `index`, (height, width, 3) RGB; a function of its arguments alone."""
     random = np.random.default_rng((PICTURES_VERSION, index))

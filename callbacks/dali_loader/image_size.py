@@ -64,7 +64,7 @@ class ImageSizes:
             found = image_size(lambda count, index=index: self._head(index, count))  # type: ignore[misc]
             if found == UNKNOWN:
                 raise DataError(
-                    f"{self._name(index)} has no header of an image that could be read; replace the image, or leave "
+                    f"'{self._name(index)}' has no header of an image that could be read; replace the image, or leave "
                     "it out."
                 )
             sizes[row] = self._known[index] = found

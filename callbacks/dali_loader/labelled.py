@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fasttrain.callbacks.dali_loader.encoded import EncodedFiles, EncodedSamples
 from fasttrain.callbacks.dali_loader.image_size import ImageSizes
-from fasttrain.errors import DataError
+from fasttrain.errors import DataError, nearest
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -33,6 +33,25 @@ class LabelledImages:
         """The number of classes."""
         return len(self.class_names)
 
+    def numbered_as(self, class_names: tuple[str, ...], place: Path) -> "LabelledImages":
+        """Return the same images with labels that are indices into other class names, a training set's for instance.
+
+        Args:
+            class_names: all of this set's, and others maybe.
+            place: where these images lie, for the error.
+
+        Raises:
+            DataError: one of this set's classes is not among them.
+        """
+        numbers = {name: number for number, name in enumerate(class_names)}
+        for name in self.class_names:
+            if name not in numbers:
+                raise DataError(
+                    f"'{place}' has a class '{name}' that the training set lacks; {nearest(name, class_names)}"
+                )
+        table = np.array([numbers[name] for name in self.class_names], dtype=np.int64)
+        return replace(self, labels=table[self.labels], class_names=class_names)
+
 
 class _ImageFiles(EncodedFiles):
     def head(self, index: int, count: int) -> bytes:
@@ -41,9 +60,6 @@ class _ImageFiles(EncodedFiles):
                 return file.read(min(count, 2**31))
         except OSError as error:
             raise DataError(f"'{self.paths[index]}' can't be read: {error.strerror or error}.") from error
-
-    def name(self, index: int) -> str:
-        return f"'{self.paths[index]}'"
 
 
 def class_folder(folder: Path) -> LabelledImages:
@@ -55,7 +71,7 @@ def class_folder(folder: Path) -> LabelledImages:
         DataError: there is no such folder, or no subfolders or images in it.
     """
     classes = images_by_class(folder)
-    paths = [path for found in classes.values() for path in found]
+    paths = [str(path) for found in classes.values() for path in found]
     labels = np.repeat(np.arange(len(classes)), [len(found) for found in classes.values()])
     files = _ImageFiles(paths)
     unknown = np.zeros((len(paths), 2), dtype=np.int32)

@@ -46,7 +46,7 @@ def labelled_shards(shards: Path | Sequence[Path], on_progress: Progress | None 
     if missing.size:
         others = f", nor have {missing.size - 1:,} others" if missing.size > 1 else ""
         raise DataError(
-            f"{samples.name(int(missing[0]))} has no label{others}: beside it a member with the same stem is needed, "
+            f"'{samples.name(int(missing[0]))}' has no label{others}: beside it a member with the same stem is needed, "
             '.cls, or .json with a "label".'
         )
     names = _class_names(archives[0].parent)
@@ -55,7 +55,7 @@ def labelled_shards(shards: Path | Sequence[Path], on_progress: Progress | None 
         names = tuple(str(label) for label in range(highest + 1))
     if highest >= len(names):
         raise DataError(
-            f"{samples.name(int(labels.argmax()))} has the label {highest}, but '{archives[0].parent / MANIFEST}' "
+            f"'{samples.name(int(labels.argmax()))}' has the label {highest}, but '{archives[0].parent / MANIFEST}' "
             f"names {len(names)} classes."
         )
     return LabelledImages(samples, labels, names, samples.image_sizes())
@@ -74,8 +74,8 @@ class ShardedFiles:
         for index, name in enumerate(samples.member_names()):
             if name in place:
                 raise DataError(
-                    f"'{name}' is in two shards, {samples.name(place[name])} and {samples.name(index)}; keep one of "
-                    "them, or convert the set again."
+                    f"'{name}' is in two shards, '{samples.name(place[name])}' and '{samples.name(index)}'; keep "
+                    "one of them, or convert the set again."
                 )
             place[name] = index
         absent = [name for name in names if name not in place]
@@ -95,7 +95,7 @@ class ShardedFiles:
         return self.samples.read(int(self._members[index]))
 
     def name(self, index: int) -> str:
-        """Return the archive and the member in it, in quotes."""
+        """Return the member and the archive that it is in."""
         return self.samples.name(int(self._members[index]))
 
 

@@ -54,15 +54,15 @@ def tfrecord_images(
     labels = samples.column("labels") - first_label
     if labels.min() < 0:
         raise DataError(
-            f"{samples.name(int(labels.argmin()))} has the label {labels.min() + first_label}, but the first label is "
-            f"said to be {first_label}; lower it."
+            f"'{samples.name(int(labels.argmin()))}' has the label {labels.min() + first_label}, but the first label "
+            f"is said to be {first_label}; lower it."
         )
     count = int(labels.max()) + 1
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(count)))
     if count > len(names):
         raise DataError(
-            f"{samples.name(int(labels.argmax()))} has the label {count - 1 + first_label}, which is class {count - 1} "
-            f"counted from {first_label}, but {len(names)} classes are named; is the first label right?"
+            f"'{samples.name(int(labels.argmax()))}' has the label {count - 1 + first_label}, which is class "
+            f"{count - 1} counted from {first_label}, but {len(names)} classes are named; is the first label right?"
         )
     return LabelledImages(samples, labels, names, samples.image_sizes())
 

@@ -18,7 +18,7 @@ from fasttrain.errors import DataError
 WhenBad = Literal["error", "substitute", "blank"]
 Prepare = Callable[[int, NDArray[np.uint8]], NDArray[np.uint8]]
 MAX_UNUSABLE_IN_A_ROW = 100
-BLANK = -1
+BLANK, BLANK_SIZE = -1, (8, 8)
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class ReplacesBad(Protocol):
 
 
 class UsableSamples:
-    """Encoded samples, each judged when it is read.
+    """Encoded samples, each judged when it is read. The index behind the last one, of no sample, is a blank one.
 
     Args:
         samples: any container.
@@ -53,8 +53,9 @@ class UsableSamples:
         self._rescued: set[int] = set()
         self.faults: dict[int, str] = {}
         """What is wrong with each file found to be unusable so far."""
-        self.shown = np.arange(len(samples))
-        """Which sample `read` gave last for each index, or -1 for a blank one."""
+        self.shown = np.append(np.arange(len(samples)), BLANK)
+        """Which sample `read` gave last for each index, or -1 for a blank one, as for `order.EvaluationOrder`'s keys of
+        no sample."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -69,13 +70,13 @@ class UsableSamples:
         Raises:
             DataError: it can't be used and may not be replaced, or too many after it can't be used either.
         """
-        data = self._usable(index)
+        data = self._usable(index) if index < len(self) else None
         if data is not None:
             self.shown[index] = index
             return data
-        if self.when_bad == "blank":
+        if self.when_bad == "blank" or index == len(self):
             self.shown[index] = BLANK
-            return portable_pixmap(np.zeros((8, 8, 3), np.uint8))
+            return portable_pixmap(np.zeros((*BLANK_SIZE, 3), np.uint8))
         tried = min(len(self), MAX_UNUSABLE_IN_A_ROW)
         for step in range(1, tried):
             other = (index + step) % len(self)

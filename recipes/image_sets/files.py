@@ -23,6 +23,7 @@ import torchvision  # noqa: F401  (its import registers torch.ops.image)
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from fasttrain.callbacks.dali_loader import whole_file
 from fasttrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -73,20 +74,19 @@ def _size(pixels: Tensor) -> str:
 
 
 def read_file(path: str | Path) -> NDArray[np.uint8]:
-    """Return the bytes of an image file, or raise DataError where there are none."""
+    """Return the bytes of an image file, or raise DataError."""
     try:
-        data = np.fromfile(path, dtype=np.uint8)
+        return whole_file(path)
     except FileNotFoundError:
         raise DataError(f"there is no image file '{path}'; was it moved or deleted during the run?") from None
     except OSError as error:
         raise DataError(f"'{path}' can't be read: {error.strerror or error}.") from None
-    if not data.size:
-        raise DataError(f"'{path}' is empty (0 bytes); download or copy it again.")
-    return data
 
 
 def _decode(path: str | Path, data: NDArray[np.uint8]) -> tuple[Tensor, int]:
     """Return the pixels as stored and the EXIF orientation, 1 where there is none."""
+    if not data.size:
+        raise DataError(f"'{path}' is empty (0 bytes); download or copy it again.")
     jpeg = data[:3].tobytes() == b"\xff\xd8\xff"
     if jpeg and not _has_end_marker(data):
         raise DataError(f"'{path}' is a JPEG cut off before its end; download or copy it again.")

@@ -1,4 +1,4 @@
-"""Bench cases of the ResNet-50 recipe: images/s in `Trainer.fit` without a loader, and a real small set in full."""
+"""Bench cases of the ResNet-50 recipe: images/s in `Trainer.fit` without a loader and from JPEGs, a real small set."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from fasttrain.callbacks.channels_last.layout import batch_to_channels_last, to_
 from fasttrain.callbacks.cuda_graph_step.bench_fit import StepTimer, timed_fit
 from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
 from fasttrain.measure import Row, make_row
-from fasttrain.recipes.resnet50 import bench_grocery
+from fasttrain.recipes.resnet50 import bench_grocery, bench_imagenet
 from fasttrain.recipes.resnet50.model import ResNetConfig
 from fasttrain.recipes.resnet50.module import ResNetTraining, TrainingConfig
 from fasttrain.recipes.resnet50.optimizer import OptimizerConfig
@@ -35,6 +35,7 @@ def cases() -> list[Case]:
             )
             for batch in BATCHES
         ),
+        *bench_imagenet.cases(),
         bench_grocery.case(),
     ]
 

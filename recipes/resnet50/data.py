@@ -1,22 +1,21 @@
-"""Classification data: folders with a subfolder for each class, or, when none is given, a generated set."""
+"""Classification data: a folder for each class, tar shards, TFRecord files, or, when none is given, a generated set."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from torch import Tensor
+import torch
 
-from fasttrain.environment import cache_folder
+from fasttrain.callbacks import DALIConfig, DALILoader, LabelledImages, labelled_images
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, EvaluationOrder, ResumableLoader
-from fasttrain.recipes.image_sets.bad import BadImages, ImagePolicy
+from fasttrain.recipes.image_sets.bad import ImagePolicy
+from fasttrain.recipes.image_sets.data import ImageData, Loader, LoaderKind
 from fasttrain.recipes.image_sets.drawn import drawing_bar
-from fasttrain.recipes.image_sets.loader import image_loader
-from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset, collate
+from fasttrain.recipes.resnet50.dataset import Augmentation, ClassificationDataset
 from fasttrain.recipes.resnet50.drawing import GeneratedConfig
-from fasttrain.recipes.resnet50.folders import LabelledFiles, read_folder
 from fasttrain.recipes.resnet50.generated import generate
+from fasttrain.recipes.resnet50.loaders import dali_loader, torch_loader
 
 RESIZE_OVER_CROP = 256 / 224  # MLPerf's reference
 
@@ -26,8 +25,11 @@ class DataConfig:
     """The `data` section of a ResNet recipe."""
 
     train: str | None = None
-    """Folder with a subfolder of images for each class. With neither this nor `val` given, a set is generated."""
+    """Folder with a subfolder of images for each class, with tar shards in webdataset's layout, or with TFRecord files.
+    With neither this nor `val` given, a set is generated."""
     val: str | None = None
+    first_label: int = 0
+    """Label of the first class in TFRecord files; ImageNet's as TensorFlow's tools write them begin with 1."""
     image_size: int = 224
     """Side of the square images, pixels."""
     resize: int | None = None
@@ -47,8 +49,12 @@ class DataConfig:
     """Images an evaluation step and process; null is `batch_size`."""
     seed: int = 0
     """Of the order and the augmentation."""
+    loader: LoaderKind = "torch"
+    """What makes the batches: torch's DataLoader, the reference, or NVIDIA DALI, on the GPU where there is one."""
+    dali: DALIConfig = field(default_factory=DALIConfig)
+    """DALI's threads, prefetching and memory."""
     num_workers: int | None = None
-    """Loader processes; null is the usable cores less one on a machine with more than 4 of them, else none."""
+    """The torch loader's processes; null is the usable cores less one where there are more than 4, else none."""
     on_bad_image: ImagePolicy = "error"
     """What to do about a file that can't be decoded: stop, or leave it out and count it."""
     cache_folder: str | None = None
@@ -83,14 +89,20 @@ class DataConfig:
         return round(self.image_size * RESIZE_OVER_CROP) if self.resize is None else self.resize
 
 
-class ClassificationData(pl.LightningDataModule):
+class ClassificationData(ImageData):
     """Loaders of static-shape batches whose position is part of the checkpoint."""
 
+    config: DataConfig
+
     def __init__(self, config: DataConfig) -> None:
-        super().__init__()
-        self.config = config
-        self._files: dict[str, LabelledFiles] = {}
-        self._bad_images = BadImages()
+        super().__init__(config)
+        self._sets: dict[str, LabelledImages] = {}
+
+    def with_dali_loader(self, config: DALIConfig) -> "ClassificationData":
+        """Return the same data with DALI's loaders; what has been read of it is shared."""
+        data = ClassificationData(replace(self.config, loader="dali", dali=config))
+        data._sets = self._sets
+        return data
 
     def prepare_data(self) -> None:
         """Generate the set if no other is given; a second time finds it in the cache."""
@@ -99,19 +111,21 @@ class ClassificationData(pl.LightningDataModule):
                 generate(self._cache_folder(), self.config.generated, on_progress)
 
     def setup(self, stage: str) -> None:
-        """Look through both folders.
+        """Look through both sets.
 
         Raises:
-            DataError: there is no such folder, or no class or image in it.
+            DataError: there is no such folder, or no class or image in it; or an archive is faulty.
         """
-        if self._files:
+        if self._sets:
             return
-        if self.config.train is None or self.config.val is None:
-            folders = generate(self._cache_folder(), self.config.generated)
+        config = self.config
+        if config.train is None or config.val is None:
+            train_place, val_place = generate(self._cache_folder(), config.generated)
         else:
-            folders = (Path(self.config.train).expanduser(), Path(self.config.val).expanduser())
-        train = read_folder(folders[0])
-        self._files = {"train": train, "val": read_folder(folders[1], train.class_names)}
+            train_place, val_place = Path(config.train).expanduser(), Path(config.val).expanduser()
+        train = labelled_images(train_place, first_label=config.first_label)
+        val = labelled_images(val_place, first_label=config.first_label, class_names=train.class_names)
+        self._sets = {"train": train, "val": val}
 
     def facts(self) -> dict[str, Any]:
         """Return the number of classes and the batch size, which the model takes over unless told otherwise."""
@@ -121,62 +135,38 @@ class ClassificationData(pl.LightningDataModule):
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes, by index."""
-        return self._files["train"].class_names
+        return self._sets["train"].class_names
 
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> Loader:
         """Return batches in a new order each epoch; a last partial batch is left out, shapes being static."""
-        config, size = self.config, len(self._files["train"])
-        rank, world_size = self._rank()
-        if size // world_size < config.batch_size:
-            raise ConfigError(
-                f"data.batch_size is {config.batch_size}, but each of {world_size} process(es) has only "
-                f"{size // world_size} training images; lower it."
-            )
-        augmentation = Augmentation(config.seed, config.crop_area, config.crop_aspect, config.flip, config.mixup)
-        order = EpochOrder(size, shuffle=True, seed=config.seed, rank=rank, world_size=world_size, even=True)
-        return self._loader("train", augmentation, order, config.batch_size)
+        return self._loader("train", self._training_order(len(self._sets["train"])), self.config.batch_size)
 
-    def val_dataloader(self) -> ResumableLoader:
+    def val_dataloader(self) -> Loader:
         """Return every validation image once, and whole batches: what fills the last one up has no label."""
         rank, world_size = self._rank()
         batch_size = self.config.val_batch_size or self.config.batch_size
-        order = EvaluationOrder(len(self._files["val"]), rank=rank, world_size=world_size, batch_size=batch_size)
-        return self._loader("val", None, order, batch_size)
+        order = EvaluationOrder(len(self._sets["val"]), rank=rank, world_size=world_size, batch_size=batch_size)
+        return self._loader("val", order, batch_size)
 
-    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        """Note the images that the dataset left out, while the batch is still on the CPU."""
-        if self.config.on_bad_image == "skip":
-            self._bad_images.note(batch, training=self.trainer is None or self.trainer.training)
-        return batch
+    def torch_loader(self, split: str, order: EpochOrder, batch_size: int, on_gpu: bool) -> ResumableLoader:
+        """Return torch's loader of a split."""
+        return torch_loader(self._dataset(split), order, batch_size, workers=self.config.num_workers, on_gpu=on_gpu)
+
+    def dali_loader(self, split: str, order: EpochOrder, batch_size: int, device: torch.device) -> DALILoader:
+        """Return the same batches by DALI."""
+        return dali_loader(self._dataset(split), order, batch_size, device=device, config=self.config.dali)
 
     def bad_samples(self) -> dict[str, int]:
         """Return how many images were left out, by split."""
         counts: dict[str, int] = {}
-        for split, files in self._files.items():
-            counts |= self._bad_images.count(split, lambda index, files=files: files.paths[index])  # type: ignore[misc]
+        for split, images in self._sets.items():
+            counts |= self._bad_count(split, images.encoded.name)
         return counts
 
-    def _loader(
-        self, split: str, augmentation: Augmentation | None, order: EpochOrder, batch_size: int
-    ) -> ResumableLoader:
-        config = self.config
-        dataset = ClassificationDataset(
-            self._files[split], config.image_size, config.shorter_side, augmentation, config.on_bad_image
+    def _dataset(self, split: str) -> ClassificationDataset:
+        config, augmentation = self.config, None
+        if split == "train":
+            augmentation = Augmentation(config.seed, config.crop_area, config.crop_aspect, config.flip, config.mixup)
+        return ClassificationDataset(
+            self._sets[split], config.image_size, config.shorter_side, augmentation, config.on_bad_image
         )
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return image_loader(
-            dataset,
-            order,
-            config.num_workers,
-            on_gpu=on_gpu,
-            batch_size=batch_size,
-            drop_last=True,
-            collate_fn=collate,
-        )
-
-    def _rank(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-    def _cache_folder(self) -> Path:
-        given = self.config.cache_folder
-        return Path(given).expanduser() if given else cache_folder()

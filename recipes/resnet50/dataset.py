@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fasttrain.callbacks import LabelledImages
 from fasttrain.crop_windows import DRAWS, centre_starts, random_windows, resized_sizes
 from fasttrain.errors import DataError
 from fasttrain.order import SampleKey
 from fasttrain.recipes.image_sets.bad import ImagePolicy, usable_or_next
-from fasttrain.recipes.image_sets.files import load_image
-from fasttrain.recipes.resnet50.folders import LabelledFiles
+from fasttrain.recipes.image_sets.files import decode_image
 from fasttrain.sample_random import fair_coins, sample_bits, sample_states, uniforms
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Batch = dict[str, Tensor]
-NO_LABEL = -1
+NO_LABEL, BLANK = -1, -1
 MIX_STREAM = 1  # apart from the stream that windows and flips are drawn from
 
 
@@ -54,7 +54,7 @@ class ClassificationDataset(Dataset[Batch]):
                                         image at the same place from the end
 
     Args:
-        files: the images.
+        images: encoded, with their labels.
         side: of the square images, pixels.
         resize: shorter side before the crop in the middle, in evaluation.
         augmentation: in training; None for evaluation.
@@ -66,17 +66,18 @@ class ClassificationDataset(Dataset[Batch]):
 
     def __init__(
         self,
-        files: LabelledFiles,
+        images: LabelledImages,
         side: int,
         resize: int,
         augmentation: Augmentation | None,
         on_bad_image: ImagePolicy = "error",
     ) -> None:
-        self.files, self.side, self.resize = files, side, resize
+        self.images, self.side, self.resize = images, side, resize
         self.augmentation, self.on_bad_image = augmentation, on_bad_image
+        self._labels = np.append(images.labels, NO_LABEL)
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.images)
 
     def __getitem__(self, key: SampleKey | int) -> Batch:
         return {name: values[0] for name, values in self.__getitems__([key]).items()}
@@ -84,23 +85,34 @@ class ClassificationDataset(Dataset[Batch]):
     def __getitems__(self, keys: Sequence[SampleKey | int]) -> Batch:
         """Return the samples of a whole batch already together. A plain index stands for epoch 0."""
         visits = [key if isinstance(key, tuple) else SampleKey(0, range(len(self))[int(key)]) for key in keys]
-        labels = np.full(len(visits), NO_LABEL, dtype=np.int64)
-        bad = np.full(len(visits), -1, dtype=np.int64)
+        shown = np.full(len(visits), BLANK, dtype=np.int64)
         loaded: list[Tensor | None] = [None] * len(visits)
         for row, (_, index) in enumerate(visits):
-            if index >= len(self):
-                continue
-            shown, loaded[row] = self._usable(index)
-            labels[row] = self.files.labels[shown]
-            if loaded[row] is None or shown != index:
-                bad[row] = index
-        batch = {"labels": torch.from_numpy(labels), "bad_image_id": torch.from_numpy(bad)}
+            if index < len(self):
+                showing, loaded[row] = self._usable(index)
+                shown[row] = BLANK if loaded[row] is None else showing
         if self.augmentation is None:
-            return {"images": self._in_the_middle(loaded), **batch}
-        batch = {"images": self._augmented(visits, loaded, self.augmentation), **batch}
-        if self.augmentation.mixup:
-            batch["mix"] = torch.from_numpy(mix_shares(visits, self.augmentation))
-        return batch
+            images = self._in_the_middle(loaded)
+        else:
+            images = self._augmented(visits, loaded, self.augmentation)
+        targets = self.targets(visits, shown)
+        return {"images": images, **{name: torch.from_numpy(values) for name, values in targets.items()}}
+
+    def targets(self, visits: Sequence[SampleKey], shown: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Return all of a batch but its images.
+
+        Args:
+            visits: of the batch.
+            shown: (B,) index of the image that is shown, `BLANK` for none.
+        """
+        index = np.array([visit.index for visit in visits], dtype=np.int64)
+        targets: dict[str, NDArray[Any]] = {
+            "labels": self._labels[np.where(shown == BLANK, index, shown)],
+            "bad_image_id": np.where((index < len(self)) & (shown != index), index, BLANK),
+        }
+        if self.augmentation is not None and self.augmentation.mixup:
+            targets["mix"] = mix_shares(visits, self.augmentation)
+        return targets
 
     def _augmented(
         self, visits: Sequence[SampleKey], loaded: Sequence[Tensor | None], augmentation: Augmentation
@@ -133,12 +145,12 @@ class ClassificationDataset(Dataset[Batch]):
     def _usable(self, index: int) -> tuple[int, Tensor | None]:
         if self.augmentation is None:
             return index, self._pixels(index)
-        return usable_or_next(index, len(self), self._pixels, lambda i: self.files.paths[i])
+        return usable_or_next(index, len(self), self._pixels, self.images.encoded.name)
 
     def _pixels(self, index: int) -> UInt8[Tensor, "3 h w"] | None:
         """Return an image, or None if its file is bad and the policy is to skip it."""
         try:
-            return load_image(self.files.paths[index])
+            return decode_image(self.images.encoded.name(index), self.images.encoded.read(index))
         except DataError:
             if self.on_bad_image == "error":
                 raise

@@ -4,15 +4,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
-from fasttrain.callbacks import DALIConfig, DALILoader, UsableSamples, require_dali
-from fasttrain.environment import cache_folder
+from fasttrain.callbacks import DALIConfig, DALILoader
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
-from fasttrain.recipes.image_sets.bad import BadImages, ImagePolicy
+from fasttrain.recipes.image_sets.bad import ImagePolicy
+from fasttrain.recipes.image_sets.data import ImageData, Loader, LoaderKind
 from fasttrain.recipes.image_sets.drawn import drawing_bar
 from fasttrain.recipes.retinanet.coco import DetectionSet, read_annotations
 from fasttrain.recipes.retinanet.dataset import DetectionDataset
@@ -47,7 +45,7 @@ class DataConfig:
     """Train on crowd boxes too, as MLPerf's reference does on OpenImages and nobody does on COCO."""
     seed: int = 0
     """Of the order and the augmentation."""
-    loader: Literal["torch", "dali"] = "torch"
+    loader: LoaderKind = "torch"
     """What makes the batches: torch's DataLoader, the reference, or NVIDIA DALI, on the GPU where there is one."""
     dali: DALIConfig = field(default_factory=DALIConfig)
     """DALI's threads, prefetching and memory."""
@@ -82,18 +80,15 @@ class DataConfig:
             )
 
 
-class DetectionData(pl.LightningDataModule):
+class DetectionData(ImageData):
     """Loaders of static-shape batches whose position is part of the checkpoint."""
 
+    config: DataConfig
+
     def __init__(self, config: DataConfig) -> None:
-        super().__init__()
-        if config.loader == "dali":
-            require_dali()
-        self.config = config
+        super().__init__(config)
         self._sets: dict[str, DetectionSet] = {}
         self._datasets: dict[str, DetectionDataset] = {}
-        self._bad_images = BadImages()
-        self.dali_loaders: dict[str, DALILoader] = {}
 
     def with_dali_loader(self, config: DALIConfig) -> "DetectionData":
         """Return the same data with DALI's loaders; what has been read of it is shared."""
@@ -148,29 +143,25 @@ class DetectionData(pl.LightningDataModule):
         """Return the validation set's COCO dict, for scoring."""
         return self._sets["val"].to_coco()
 
-    def train_dataloader(self) -> ResumableLoader | DALILoader:
+    def train_dataloader(self) -> Loader:
         """Return batches in a new order each epoch; a last partial batch is left out, shapes being static."""
-        size, batch_size = len(self._datasets["train"]), self.config.batch_size
-        rank, world_size = self._rank()
-        if size // world_size < batch_size:
-            raise ConfigError(
-                f"data.batch_size is {batch_size}, but each of {world_size} process(es) has only "
-                f"{size // world_size} training images; lower it."
-            )
-        order = EpochOrder(size, shuffle=True, seed=self.config.seed, rank=rank, world_size=world_size, even=True)
-        return self._loader("train", order, batch_size, drop_last=True)
+        return self._loader("train", self._training_order(len(self._datasets["train"])), self.config.batch_size)
 
-    def val_dataloader(self) -> ResumableLoader | DALILoader:
+    def val_dataloader(self) -> Loader:
         """Return every validation image once, none twice, whatever the number of processes."""
         rank, world_size = self._rank()
         order = EpochOrder(len(self._datasets["val"]), shuffle=False, seed=0, rank=rank, world_size=world_size)
-        return self._loader("val", order, self.config.val_batch_size or self.config.batch_size, drop_last=False)
+        return self._loader("val", order, self.config.val_batch_size or self.config.batch_size)
 
-    def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
-        """Note the images that the dataset left out, while the batch is still on the CPU; DALI's loaders note them."""
-        if self.config.loader == "torch" and self.config.on_bad_image == "skip":
-            self._bad_images.note(batch, training=self.trainer is None or self.trainer.training)
-        return batch
+    def torch_loader(self, split: str, order: EpochOrder, batch_size: int, on_gpu: bool) -> ResumableLoader:
+        """Return torch's loader of a split."""
+        dataset, workers = self._datasets[split], self.config.num_workers
+        return torch_loader(dataset, order, batch_size, drop_last=split == "train", workers=workers, on_gpu=on_gpu)
+
+    def dali_loader(self, split: str, order: EpochOrder, batch_size: int, device: torch.device) -> DALILoader:
+        """Return the same batches by DALI."""
+        dataset, config = self._datasets[split], self.config.dali
+        return dali_loader(dataset, order, batch_size, drop_last=split == "train", device=device, config=config)
 
     def bad_samples(self) -> dict[str, int]:
         """Return how many records and images were left out, by what was wrong with them."""
@@ -178,40 +169,8 @@ class DetectionData(pl.LightningDataModule):
         for split, found in self._sets.items():
             for what, count in found.skipped.items():
                 counts[f"{split}: {what}"] = count
-            self._bad_images.add(split, self._refused(split))
-            counts |= self._bad_images.count(split, found.images.name)
+            counts |= self._bad_count(split, found.images.name)
         return counts
-
-    def teardown(self, stage: str) -> None:
-        """Free DALI's pipelines; a loader that is used again makes them anew."""
-        for loader in self.dali_loaders.values():
-            loader.close()
-
-    def _loader(self, split: str, order: EpochOrder, batch_size: int, drop_last: bool) -> ResumableLoader | DALILoader:
-        dataset, config = self._datasets[split], self.config
-        device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        if config.loader == "torch":
-            on_gpu = device.type == "cuda"
-            return torch_loader(
-                dataset, order, batch_size, drop_last=drop_last, workers=config.num_workers, on_gpu=on_gpu
-            )
-        if split in self.dali_loaders:  # Lightning asks for another one when it reloads
-            self._bad_images.add(split, self._refused(split))
-            self.dali_loaders[split].close()
-        loader = dali_loader(dataset, order, batch_size, drop_last=drop_last, device=device, config=config.dali)
-        self.dali_loaders[split] = loader
-        return loader
-
-    def _refused(self, split: str) -> set[int]:
-        loader = self.dali_loaders.get(split)
-        return set(loader.samples.faults) if loader is not None and isinstance(loader.samples, UsableSamples) else set()
-
-    def _rank(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-    def _cache_folder(self) -> Path:
-        given = self.config.cache_folder
-        return Path(given).expanduser() if given else cache_folder()
 
     def _paths(self) -> tuple[Path, Path, Path, Path]:
         config = self.config

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fasttrain.callbacks import DALIConfig, DALILoader, DetectionGraph, UsableSamples, WhenBad
+from fasttrain.callbacks import DALIConfig, DALILoader, DetectionGraph
 from fasttrain.order import EpochOrder, ResumableLoader, SampleKey
+from fasttrain.recipes.image_sets.encoded import UsableImages
 from fasttrain.recipes.image_sets.loader import image_loader
 from fasttrain.recipes.retinanet.dataset import DetectionDataset, collate
 from fasttrain.recipes.retinanet.encoded import EncodedImages
@@ -44,8 +45,7 @@ def dali_loader(
     They stay uint8: normalizing is the model's, a captured step's first kernels, and floats would be twice the bytes.
     """
     files = EncodedImages(dataset.detection_set.images)
-    when_bad: WhenBad = "error" if dataset.on_bad_image == "error" else "substitute" if dataset.substitute else "blank"
-    samples = UsableSamples(files, when_bad, prepare=files.prepare, rescue=files.decoded)
+    samples = UsableImages(files, dataset.on_bad_image, dataset.substitute, files.annotated_size)
 
     def targets(keys: Sequence[SampleKey]) -> dict[str, NDArray[Any]]:
         flipped = dataset.flipped(keys)
