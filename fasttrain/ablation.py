@@ -37,6 +37,9 @@ LOSSES, ALLOWED, REFUSED, FAILED = "loss_difference", "loss_difference_allowed",
 FACTOR = 4.0
 """Same numbers may differ by so many times what rounding makes of the plain run, as the graph step's check has it."""
 
+RESOLUTION = 2.0**-24
+"""Of a loss in fp32: smaller relative differences are taken for this one."""
+
 LEAST_ALLOWED = 1e-6
 """Below this relative difference of losses nothing is a difference."""
 
@@ -86,7 +89,7 @@ def variants_of(names: Sequence[str], about: Sequence[str]) -> list[Variant]:
 
 
 def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Return the optimizations to be looked at one by one: those of `only`, or all.
+    """Return the optimizations to be looked at one by one: those of `only`, in its order, or all.
 
     Raises:
         ConfigError: there is none, or `only` names one that the recipe does not ask for.
@@ -96,7 +99,7 @@ def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     for name in only:
         if name not in names:
             raise ConfigError(f"--only {name}: the configuration does not ask for it; {nearest(name, names)}")
-    return [name for name in names if not only or name in only]
+    return list(dict.fromkeys(only)) or list(names)
 
 
 class Ablation:
@@ -241,11 +244,17 @@ def case_of(resolved: Resolved) -> str:
 
 
 def distance(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """Return the root mean square difference of two runs' losses, as a share of the plain ones'; inf for no number."""
+    """Return the geometric mean of the relative differences of two runs' losses, step by step.
+
+    Infinity where a loss is no number, 0 where all are equal. Differences grow from step to step, and an arithmetic
+    mean would be of the last ones alone, where rounding has become as large as a fault. A fault is large at once.
+    """
     if not all(map(math.isfinite, losses)):
         return math.inf
-    squares = sum((ours - theirs) ** 2 for ours, theirs in zip(losses, plain, strict=True))
-    return math.sqrt(squares / sum(each**2 for each in plain)) if any(plain) else math.inf if squares else 0.0
+    if list(losses) == list(plain):
+        return 0.0
+    shares = [abs(ours - theirs) / max(abs(theirs), RESOLUTION) for ours, theirs in zip(losses, plain, strict=True)]
+    return math.exp(sum(math.log(max(share, RESOLUTION)) for share in shares) / len(shares))
 
 
 def mean_difference(losses: Sequence[float], plain: Sequence[float]) -> float:
