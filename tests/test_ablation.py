@@ -1,5 +1,6 @@
 """`fasttrain bench ablate`: a gain, a refusal, a failure and wrong numbers that were put there are told as such."""
 
+import importlib.util
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from fasttrain.measure import Row, make_row, read_rows, write_rows
 from fasttrain.recipe import resolve
 
 STEPS = 10
+ROOT = Path(__file__).parent.parent
 
 
 def ablate(folder: Path, override: str | None = None, **options: Any) -> Ablation:
@@ -238,3 +240,24 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_the_picture(rows: list[Row], tmp_path: Path) -> None:
+    """Bars of what was measured, words for what was not."""
+    spec = importlib.util.spec_from_file_location("plot_ablation", ROOT / "benchmarks" / "plot_ablation.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    write_rows(tmp_path / "slow.csv", rows)
+    ((subject, case, cells),) = module.ablations(tmp_path)
+    figure = module.figure_of(subject, cells)
+    assert (subject, case) == ("slow", "ablation_b4")
+    alone, left_out = figure.axes
+    (quick, _) = (bar.get_width() for bar in alone.patches)
+    gain = value(rows, "only_quick", "samples_per_second") / value(rows, "none", "samples_per_second")
+    assert quick == pytest.approx(100 * (gain - 1))
+    assert [text.get_text() for text in alone.get_yticklabels()] == ["quick", "wrong", "never"]
+    assert " does not apply" in [text.get_text() for text in alone.texts]
+    assert " not measured" in [text.get_text() for text in left_out.texts], "everything on failed: nothing to compare"
+    figure.savefig(tmp_path / "picture.png")
