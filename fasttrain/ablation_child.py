@@ -6,6 +6,7 @@ plan, then the measurements. If the variant ends its process, what was written u
 
 import importlib
 import json
+import statistics
 import sys
 import time
 import traceback
@@ -123,7 +124,7 @@ def measure(config: Path, work: Work, told: Told, path: Path) -> None:
     rates = Rates.of(watch.samples[first : first + work.steps], seconds)
     told.samples_per_second = list(rates.parts)
     told.memory_gb = _memory_gb(prepared.context.hardware.device)
-    told.start_up_s = watch.warm_at - work.began - watch.warm_up * sum(seconds) / len(seconds)
+    told.start_up_s = max(0.0, watch.warm_at - work.began - watch.warm_up * statistics.median(seconds))
 
 
 class Watch(pl.Callback):

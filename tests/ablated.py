@@ -27,7 +27,7 @@ class SlowStep(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 1)
-        self.seconds = 0.02
+        self.seconds = 0.04
         self.factor = 1.0
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -78,13 +78,13 @@ class _Toy(Optimization[NoConfig]):
 
 
 class Quick(_Toy):
-    """Halves the step's sleep."""
+    """Cuts three quarters of the step's sleep."""
 
-    name, summary = "quick", "sleeps half as long"
+    name, summary = "quick", "sleeps a quarter as long"
 
     def act(self, module: Any) -> None:
         """Shorten it."""
-        module.seconds /= 2
+        module.seconds /= 4
 
 
 class Wrong(_Toy):
@@ -94,7 +94,7 @@ class Wrong(_Toy):
 
     def act(self, module: Any) -> None:
         """Change the loss, or fail."""
-        if module.seconds < 0.02:
+        if module.seconds < 0.04:
             raise RuntimeError("no room for two")
         module.factor = 1.3
 

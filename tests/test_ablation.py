@@ -23,6 +23,7 @@ from fasttrain.ablation import Ablation, Measured, distance, mean_difference, va
 from fasttrain.ablation_child import Told, move_by_rounding
 from fasttrain.ablation_table import cells_of, lines_of, names_in, print_table, progress_line, reasons_of
 from fasttrain.child_process import run_module
+from fasttrain.cli import main
 from fasttrain.errors import ConfigError
 from fasttrain.measure import Row, make_row, read_rows, write_rows
 from fasttrain.recipe import resolve
@@ -70,13 +71,13 @@ def test_what_was_put_there_is_found(measured: list[Measured], rows: list[Row]) 
         "without_never",
     ]  # fmt: skip
     assert {(row.subject, row.case) for row in rows} == {("slow", "ablation_b4")}
-    # At most 4 samples in 20 ms, a busy machine makes less of them; and about twice as many in half the time.
+    # At most 4 samples in 40 ms, a busy machine makes less of them; and more in a quarter of the time.
     plain, quick = (value(rows, variant, "samples_per_second") for variant in ("none", "only_quick"))
-    assert plain <= 4 / 0.02
+    assert plain <= 4 / 0.04
     assert plain < quick <= 4 / 0.01
     assert value(rows, "without_wrong", "samples_per_second") > plain
     for variant in ("none", "only_quick", "without_quick"):
-        assert value(rows, variant, "start_up_s") > 0
+        assert 0 <= value(rows, variant, "start_up_s") < 60
         assert value(rows, variant, "memory_gb") > 0.1
 
 
@@ -261,3 +262,31 @@ def test_the_picture(rows: list[Row], tmp_path: Path) -> None:
     assert " does not apply" in [text.get_text() for text in alone.texts]
     assert " not measured" in [text.get_text() for text in left_out.texts], "everything on failed: nothing to compare"
     figure.savefig(tmp_path / "picture.png")
+
+
+def test_the_command(
+    foreign_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was measured before Ctrl-C is kept and shown."""
+    monkeypatch.setenv("COLUMNS", "200")
+    starts = iter(("first", "none", "moved", "all"))
+
+    def until_stopped(*arguments: Any) -> int:
+        if next(starts) == "all":
+            raise KeyboardInterrupt
+        return in_this_process(*arguments)
+
+    monkeypatch.setattr(ablation, "run_module", until_stopped)
+    recipe, out = foreign_project / "shapes.yaml", tmp_path / "rows.csv"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "ablate", str(recipe), "hardware=cpu", "--steps=10", f"--out={out}"])
+    assert ended.value.code == 130
+    said = capsys.readouterr().out
+    assert "[0/2] all: the first start took " in said
+    assert "[1/2] none: " in said
+    assert "stopped; what was measured is above" in said
+    kept = [(row.variant, row.metric) for row in read_rows(out)]
+    assert kept == [
+        ("all", "cold_start_up_s"), ("none", "samples_per_second"), ("none", "memory_gb"), ("none", "start_up_s")
+    ]  # fmt: skip
+    assert next(line for line in said.splitlines() if line.startswith("nothing")).split()[1] != "failed"
