@@ -192,7 +192,7 @@ class Ablation:
         rows = [row(RATE, "samples/s", told.samples_per_second, note)]
         rows += [row(MEMORY, "GB", [told.memory_gb], note)] if told.memory_gb is not None else []
         rows += [row(START, "s", [told.start_up_s], note)] if told.start_up_s is not None else []
-        return rows + [replace(each, variant=variant.name) for each in self._quality(variant, told)]
+        return rows + self._quality(variant, told)
 
     def _quality(self, variant: Variant, told: Told) -> list[Row]:
         """Return how far the first losses are from the plain run's, and how far they may be."""
