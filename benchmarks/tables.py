@@ -7,7 +7,11 @@ A document says where a table goes and what is in it; what stands between the tw
     <!-- rows focal_loss fwd_bwd_ms; mlperf_b16 = fp16, mlperf_b16_bf16 = bf16; eager, ours_graph = ours, floor -->
     <!-- end of rows -->
 
-subject and metric; cases and variants, each with the name it goes by in the table where that is another.
+subject and metric; cases and variants, each with the name it goes by in the table where that is another. And the table
+of an ablation, by subject and case:
+
+    <!-- ablation retinanet ablation_b16 -->
+    <!-- end of ablation -->
 """
 
 import re
@@ -15,12 +19,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fasttrain.ablation import RATE
+from fasttrain.ablation_table import FOOTNOTE, HEADER, cells_of, lines_of, reasons_of
 from fasttrain.measure import Row, read_rows
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
     r"(<!-- rows (?P<what>[^;\n]+);(?P<cases>[^;\n]+);(?P<variants>[^;\n]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL
 )
+ABLATION = re.compile(r"(<!-- ablation (?P<subject>\S+) (?P<case>\S+) -->\n).*?(<!-- end of ablation -->)", re.DOTALL)
 BOUNDS = ("floor", "copy", "dali_reader")
 """Variants that compute less than was asked for: nothing is compared with them."""
 MISSING = "not measured"
@@ -36,11 +43,33 @@ def with_tables(text: str) -> str:
 
     def replaced(block: re.Match[str]) -> str:
         subject, metric = block["what"].split()
-        path = ROOT / "benchmarks" / "results" / f"{subject}.csv"
-        rows = [row for row in read_rows(path) if row.metric == metric] if path.exists() else []
+        rows = [row for row in _rows(subject) if row.metric == metric]
         return block[1] + "\n".join(_table(rows, _names(block["cases"]), _names(block["variants"]))) + "\n" + block[5]
 
-    return BLOCK.sub(replaced, text)
+    def ablated(block: re.Match[str]) -> str:
+        rows = [row for row in _rows(block["subject"]) if row.case == block["case"]]
+        return block[1] + "\n".join(_ablation(rows, block["case"])) + "\n" + block[4]
+
+    return ABLATION.sub(ablated, BLOCK.sub(replaced, text))
+
+
+def _rows(subject: str) -> list[Row]:
+    path = ROOT / "benchmarks" / "results" / f"{subject}.csv"
+    return read_rows(path) if path.exists() else []
+
+
+def _ablation(rows: Sequence[Row], case: str) -> list[str]:
+    if not rows:
+        return [MISSING.capitalize() + "."]
+    cells = cells_of(rows, case)
+    rates = [row for (_, metric), row in cells.items() if metric == RATE]
+    return [
+        "| " + " | ".join(HEADER) + " |",
+        "|---" * len(HEADER) + "|",
+        *("| " + " | ".join(line) + " |" for line in lines_of(cells)),
+        "",
+        " ".join([FOOTNOTE, *(f"{reason.rstrip('.')}." for reason in reasons_of(cells)), *_captions(rates)]),
+    ]
 
 
 def _names(text: str) -> dict[str, str]:

@@ -2,25 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader, move_data_to_device
-from torch.utils.data import DataLoader
 
 from fasttrain.config import Resolved
 from fasttrain.errors import ConfigError, DataError
 from fasttrain.fetching import Fetched, LoaderInBetween, stand_between
 from fasttrain.measure import Row, make_row
-from fasttrain.plan import Catalogue, data_module
+from fasttrain.measured_fit import fit_to_measure, made_ahead, new_recorder
+from fasttrain.plan import Catalogue
 from fasttrain.quiet import quiet_libraries
-from fasttrain.recorder import CountsSamples, RunRecorder, samples_in
+from fasttrain.recorder import CountsSamples, samples_in
 from fasttrain.run import Prepared, prepare
 from fasttrain.step_clock import StepClock, StepTime
-from fasttrain.trainer import make_trainer, stop_now, train_without_end
+from fasttrain.trainer import stop_now, train_without_end
 
 WARM_UP = 15
 """Steps before the first that counts: captures, compilations and the choice of convolution algorithms are in them."""
@@ -129,18 +128,9 @@ def bench_data(resolved: Resolved, catalogue: Catalogue, steps: int) -> tuple[Da
         raise ConfigError(f"--steps is {steps}; a median with its spread takes at least {WINDOWS}.")
     with quiet_libraries():
         prepared = prepare(resolved, catalogue)
-        attachments = prepared.plan.attach(prepared.context)
         clock = StepClock(prepared.context.hardware.device)
         phases = Phases(WARM_UP + steps + 1, steps)
-        recorder = RunRecorder(prepared.plan, clock, time.perf_counter(), lambda record: None)
-        config = replace(
-            resolved.run.trainer, devices=1, num_nodes=1, strategy="auto", limit_val_batches=0, num_sanity_val_steps=0
-        )
-        callbacks = [recorder, _Conductor(phases, clock, steps)]
-        trainer = make_trainer(
-            config, attachments, callbacks, [DummyLogger()], profiler=clock, enable_progress_bar=False
-        )
-        trainer.fit(prepared.recipe.module, datamodule=data_module(attachments, prepared.recipe.data))
+        fit_to_measure(prepared, new_recorder(prepared, clock), clock, [_Conductor(phases, clock, steps)])
     if not phases.seconds:
         raise DataError(f"the training loader of {type(prepared.recipe.data).__name__} gave no batch to measure with.")
     alone = clock.steps(WARM_UP, phases.repeats - 1)  # in the fetching of the last one the loader is measured
@@ -209,7 +199,7 @@ class PhasedLoader(LoaderInBetween):
 
     def _measure(self) -> None:
         # What was made while the step was measured has cost nothing that could be measured now.
-        for _ in range(_made_ahead(self.inner)):
+        for _ in range(made_ahead(self.inner)):
             self._pull()
         for _ in range(self._phases.pulls):
             begin = time.perf_counter()
@@ -254,15 +244,6 @@ class _Conductor(pl.Callback):
                 f"{type(module).__name__}.training_step takes the loader's iterator itself, so what it waits for can't "
                 "be told from what it does."
             )
-
-
-def _made_ahead(loader: CombinedLoader) -> int:
-    """Return how many batches a loader may have made before they were asked for."""
-    counts = [
-        each.num_workers * (each.prefetch_factor or 0) if isinstance(each, DataLoader) else 4
-        for each in loader.flattened
-    ]
-    return max(counts) + 4 if any(counts) else 0
 
 
 def _windows(count: int) -> list[slice]:

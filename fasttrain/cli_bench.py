@@ -29,6 +29,7 @@ bench_app = typer.Typer(
     [bold]fasttrain bench --list[/]                   the cases
     [bold]fasttrain bench focal_loss --out x.csv[/]   those of a room or recipe; rows are appended to x.csv
     [bold]fasttrain bench data retinanet[/]           whether a recipe waits for its data
+    [bold]fasttrain bench ablate retinanet[/]         what each of its optimizations gains, alone and beside the others
     """,
 )
 
@@ -96,6 +97,62 @@ def data(
         _keep(row, out, console)
     cure = "optimizations.device_prefetch={}"
     console.print(found.verdict(cure), highlight=False, markup=False, soft_wrap=True)
+
+
+@bench_app.command()
+def ablate(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="An optimization to look at; may be given again. Default: all.", show_default=False),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each variant that count, after its warm-up.")] = 50,
+    limit_seconds: Annotated[
+        float | None,
+        typer.Option(help="Time for everything; what it does not suffice for is named.", show_default=False),
+    ] = None,
+    out: Out = None,
+) -> None:
+    """Show what each optimization of a recipe gains: alone, and when it alone is left out.
+
+    Each variant is a short fit with the recipe's own loader in a process of its own: samples a second once it is
+    steady, memory, seconds until it is steady, and how far its first losses are from the plain run's. Those that do
+    not apply or fail are shown with the reason, and those that lose as well. Ctrl-C keeps what was measured.
+    """
+    import math
+    from contextlib import nullcontext
+
+    from fasttrain.ablation import Ablation
+    from fasttrain.ablation_table import print_table, progress_line
+    from fasttrain.callbacks import CATALOGUE
+    from fasttrain.measure import write_rows
+    from fasttrain.recipe import find_recipe, resolve
+
+    resolved = resolve(find_recipe(recipe), overrides or [])
+    _see_that_it_can_be_written(out)
+    console = wide_console()
+    limit = math.inf if limit_seconds is None else limit_seconds
+    ablation = Ablation(
+        resolved, CATALOGUE, "fasttrain.callbacks:CATALOGUE",
+        steps=steps, only=only or (), limit_seconds=limit, note=" ".join(overrides or []),
+    )  # fmt: skip
+    rows: list[Any] = []
+    stopped = False
+    with console.status("starting") if console.is_terminal else nullcontext() as status:
+        ablation.on_begin = status.update if status is not None else lambda label: None
+        try:
+            for measured in ablation.run():
+                rows += measured.rows
+                if out is not None:
+                    write_rows(out, measured.rows)
+                console.print(progress_line(measured), highlight=False, markup=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            stopped = True
+    print_table(rows, ablation.case, ablation.not_reached, console)
+    if stopped:
+        console.print("stopped; what was measured is above", style="yellow")
+        raise typer.Exit(130)
 
 
 def _see_that_it_can_be_written(out: Path | None) -> None:

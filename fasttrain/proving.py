@@ -12,7 +12,6 @@ torch, cuDNN and device; `forget` removes it. Processes that ask at the same tim
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,18 +21,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from signal import Signals, strsignal
+from signal import Signals
 from typing import Any
 
 import torch
 
+from fasttrain.child_process import run_module, signal_text
 from fasttrain.environment import cache_folder
 from fasttrain.fingerprint import file_digest, package_fingerprint, why_not_importable
 
 LAST_WORDS = 4000
 """Characters of what a child printed last that are kept beside its verdict."""
-SECONDS_TO_DIE = 10
-"""How long a killed child is waited for: one that hangs in a driver may never go."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +123,7 @@ def _try(trial: Trial, device: int | None) -> _Ending:
     with tempfile.TemporaryDirectory(prefix="fasttrain-trial-") as folder:
         told, printed = Path(folder, "told.json"), Path(folder, "printed.txt")
         arguments = [trial.target, str(told), *([] if device is None else [str(device)])]
-        with printed.open("wb") as output:
-            # A session of its own: what the operator starts is ended with it, and Ctrl-C is the parent's to handle.
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-X", "faulthandler", "-m", "fasttrain.proving_child", *arguments],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            status: int | None = child.wait(trial.timeout_seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(child)
+        status = run_module("fasttrain.proving_child", arguments, printed, trial.timeout_seconds)
         words = printed.read_text(errors="replace")[-LAST_WORDS:]
         return _ending(trial, status, _read(told), words)
 
@@ -147,22 +132,14 @@ def _ending(trial: Trial, status: int | None, told: dict[str, Any] | None, print
     if status is None:
         reason = f"{trial.name} hung: it was not done after {trial.timeout_seconds:g} s, and was ended"
         return _Ending(Proof(False, reason), printed)
-    if status < 0:
-        with suppress(ValueError):
-            reason = f"{trial.name} ended its process by {Signals(-status).name} ({strsignal(-status)})"
-            # The kernel ends by SIGKILL whom the machine's memory does not suffice for.
-            return _Ending(Proof(False, reason), printed, lasting=-status != Signals.SIGKILL)
+    if (signal := signal_text(status)) is not None:
+        reason = f"{trial.name} ended its process by {signal}"
+        # The kernel ends by SIGKILL whom the machine's memory does not suffice for.
+        return _Ending(Proof(False, reason), printed, lasting=-status != Signals.SIGKILL)
     if told is None:
         reason = f"{trial.name} ended its process with status {status} before it had an answer"
         return _Ending(Proof(False, reason), printed)
     return _Ending(Proof(bool(told["ok"]), f"{trial.name} {told['what']}"), printed, bool(told["lasting"]))
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, Signals.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(SECONDS_TO_DIE)
 
 
 def _device_index() -> int | None:

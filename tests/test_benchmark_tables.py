@@ -79,3 +79,27 @@ def test_a_rate_is_best_where_it_is_highest(
 def test_nothing_measured_is_said(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert "| batch 16 | not measured | not measured | not measured |" in tables.with_tables(BLOCK)
+
+
+def test_a_table_of_an_ablation(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    text = "<!-- ablation thing ablation_b16 -->\nold\n<!-- end of ablation -->\n"
+    assert tables.with_tables(text) == text.replace("old", "Not measured.")
+    rate = replace(ROW, case="ablation_b16", metric="samples_per_second", unit="samples/s")
+    rows = [
+        replace(rate, variant="none", value=100, p10=99, p90=101),
+        replace(rate, variant="all", value=300, p10=297, p90=303),
+        replace(rate, variant="only_a", value=210, p10=205, p90=212),
+        replace(rate, variant="without_a", value=150, p10=149, p90=151),
+        replace(rate, variant="only_b", metric="refused", value=1, note="not here"),
+        replace(rate, case="ablation_b32", variant="none", value=7),
+    ]
+    write_rows(tmp_path / "benchmarks" / "results" / "thing.csv", rows)
+    lines = tables.with_tables(text).splitlines()
+    assert lines[3:7] == [
+        "| nothing | 100 |  |  |  |  |  |  |",
+        "| everything | 300 | 3.00 times |  |  |  |  |  |",
+        "| a | 210 | 2.10 times | 150 | -50.0% |  |  |  |",
+        "| b | refused |  |  |  |  |  |  |",
+    ]
+    assert "only_b: does not apply: not here. Medians of 30; 10th and 90th percentiles within 2%" in lines[8]

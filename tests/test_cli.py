@@ -65,6 +65,7 @@ def row(out: str, key: str) -> list[str]:
         (["list"], ["recipes", "optimizations"]),
         (["report"], ["HTML", "--out"]),
         (["bench"], ["--out", "--list", "plain"]),
+        (["bench", "ablate"], ["--only", "--limit-seconds", "left out", "Ctrl-C keeps"]),
     ],
     ids=str,
 )
