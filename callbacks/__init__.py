@@ -4,6 +4,7 @@ from typing import Any
 
 from fasttrain.callbacks.anchor_matching import AnchorMatchingOptimization, FusedAnchorMatching, match_anchors
 from fasttrain.callbacks.async_scoring import AsyncCOCOScoring, AsyncScorer, AsyncScoringOptimization
+from fasttrain.callbacks.batched_nms import BatchedNMSOptimization, FusedBatchedNMS, batched_nms
 from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.bottleneck import BottleneckOptimization, FusedBottlenecks
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
@@ -46,6 +47,7 @@ from fasttrain.optimization import Optimization
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "anchor_matching": AnchorMatchingOptimization,
     "async_scoring": AsyncScoringOptimization,
+    "batched_nms": BatchedNMSOptimization,
     "bn_relu": BNReLUOptimization,
     "bottleneck": BottleneckOptimization,
     "channels_last": ChannelsLastOptimization,
@@ -74,6 +76,7 @@ __all__ = [
     "AsyncScorer",
     "AsyncScoringOptimization",
     "BNReLUOptimization",
+    "BatchedNMSOptimization",
     "BottleneckOptimization",
     "CUDAGraphStep",
     "CUDAGraphStepOptimization",
@@ -100,6 +103,7 @@ __all__ = [
     "FrozenBNOptimization",
     "FusedAnchorMatching",
     "FusedBNReLU",
+    "FusedBatchedNMS",
     "FusedBottlenecks",
     "FusedConvBiasReLU",
     "FusedDropoutAddLayerNorm",
@@ -118,6 +122,7 @@ __all__ = [
     "SequencePackingOptimization",
     "UsableSamples",
     "WhenBad",
+    "batched_nms",
     "dropout_add_layer_norm",
     "fastest_precision",
     "image_header",
