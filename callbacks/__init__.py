@@ -29,6 +29,7 @@ from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, Fus
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
 from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
+from fasttrain.callbacks.graph_evaluation import GraphedEvaluation, GraphEvaluationOptimization
 from fasttrain.callbacks.layer_norm_dropout import (
     DropoutAddLayerNorm,
     FusedDropoutAddLayerNorm,
@@ -61,6 +62,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
     "gemm_relu": GemmReLUOptimization,
+    "graph_evaluation": GraphEvaluationOptimization,
     "layer_norm_dropout": LayerNormDropoutOptimization,
     "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
@@ -115,6 +117,8 @@ __all__ = [
     "FusedOptimizersOptimization",
     "GemmGELUOptimization",
     "GemmReLUOptimization",
+    "GraphEvaluationOptimization",
+    "GraphedEvaluation",
     "LayerNormDropoutOptimization",
     "PrecisionOptimization",
     "RegionalCompile",
