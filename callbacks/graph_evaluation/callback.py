@@ -33,8 +33,8 @@ class GraphEvaluationConfig:
 class GraphedEvaluation(pl.Callback):
     """Replays the device's part of each validation step as a CUDA graph: `Trainer(callbacks=[GraphedEvaluation()])`.
 
-    That part is the module's method `evaluate_batch`, if it has one, or else the forward of each network that the module
-    holds. What the step does with the result stays as it is. Between evaluations the module is untouched.
+    That part is the module's method `evaluate_batch`, if it has one, or else the forward of each network that the
+    module holds. What the step does with the result stays as it is. Between evaluations the module is untouched.
 
     Args:
         stand_in: without a CUDA device, run the captured call again instead of replaying a graph. For tests: all

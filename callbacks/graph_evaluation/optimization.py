@@ -35,9 +35,7 @@ class GraphEvaluationOptimization(Optimization[GraphEvaluationConfig]):
         if device != "cuda" or torch.version.cuda is None:
             return Refuses(f"the run is on {context.hardware.name or device}, and CUDA graphs need an NVIDIA GPU")
         names = ", ".join(place.path for place in found)
-        return Applies(
-            f"{names}, captured for each batch shape after two eager calls, and checked against an eager one"
-        )
+        return Applies(f"{names}, captured for each batch shape after two eager calls, checked against an eager one")
 
     def attach(self, context: Context) -> Attachment:
         """Hand over the callback."""
