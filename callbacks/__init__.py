@@ -24,6 +24,7 @@ from fasttrain.callbacks.dali_loader import (
     require_dali,
 )
 from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher, DevicePrefetchOptimization
+from fasttrain.callbacks.evaluation_cache import EvaluationCache, EvaluationCacheOptimization
 from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRanksOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
@@ -57,6 +58,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "cuda_graph_step": CUDAGraphStepOptimization,
     "dali_loader": DALILoaderOptimization,
     "device_prefetch": DevicePrefetchOptimization,
+    "evaluation_cache": EvaluationCacheOptimization,
     "evaluation_ranks": EvaluationRanksOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
@@ -97,6 +99,8 @@ __all__ = [
     "DevicePrefetcher",
     "DropoutAddLayerNorm",
     "EncodedFiles",
+    "EvaluationCache",
+    "EvaluationCacheOptimization",
     "EvaluationRanks",
     "EvaluationRanksOptimization",
     "FeedForward",
