@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from fasttrain.callbacks.evaluation_cache import EvaluationCache, EvaluationCacheOptimization
 from fasttrain.callbacks.evaluation_cache.draws import draw_seeds, now, seeds_drawn
 from fasttrain.callbacks.evaluation_cache.loader import Doing
+from fasttrain.environment import Hardware
 from fasttrain.errors import ConfigError
 from fasttrain.optimization import Applies, Context, Refuses
-from fasttrain.environment import Hardware
 from fasttrain.order import EpochOrder, ResumableLoader
 
 ROWS = torch.randint(256, (11, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

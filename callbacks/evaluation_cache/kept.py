@@ -17,8 +17,12 @@ class KeptBatches:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.clear()
+        self.device, self.bytes = device, 0
+        self._fetched: list[Fetched] = []
+        self._signatures: list[Signature] = []
+        self._versions: list[list[int]] = []
+        self._differs: Tensor | None = None
+        self._difference = ""
 
     def __len__(self) -> int:
         return len(self._fetched)
@@ -79,12 +83,8 @@ class KeptBatches:
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.bytes = 0
-        self._fetched: list[Fetched] = []
-        self._signatures: list[Signature] = []
-        self._versions: list[list[int]] = []
-        self._differs: Tensor | None = None
-        self._difference = ""
+        self.bytes, self._differs, self._difference = 0, None, ""
+        self._fetched, self._signatures, self._versions = [], [], []
 
 
 def bytes_of(batch: Any) -> int:
