@@ -34,9 +34,7 @@ class EvaluationCacheOptimization(Optimization[EvaluationCacheConfig]):
         """Refuse where there is no GPU, where the order is one at random, or where the batches would not fit."""
         device = torch.device(context.hardware.device)
         if device.type != "cuda":
-            return Refuses(
-                f"the run is on {context.hardware.name}, and keeping batches on the device needs an NVIDIA GPU"
-            )
+            return Refuses(f"the run is on {context.hardware.name}, and batches on the device need an NVIDIA GPU")
         try:
             with random_state_kept():
                 context.data.setup("fit")
