@@ -17,6 +17,7 @@ from fasttrain.callbacks.graph_evaluation.captured_call import CapturedCall
 from fasttrain.callbacks.graph_evaluation.places import places
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.randomness import random_state
+from fasttrain.recipes.retinanet import bench_evaluation
 from fasttrain.recipes.retinanet.model import RetinaNetConfig
 from fasttrain.recipes.retinanet.module import RetinaNetTraining, TrainingConfig
 
@@ -319,3 +320,16 @@ def test_a_retinanets_rows_are_the_same() -> None:
     assert set(plain[3][:, 0]) == {6.0}, "nothing is found in an image that can't be used"
     for one, other in zip(plain, ours, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_the_bench_of_an_evaluation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_evaluation, "BATCHES", 3)
+    monkeypatch.setattr(bench_evaluation, "PASSES", 1)
+    config = RetinaNetConfig(
+        num_classes=3, backbone="small", image_size=(64, 64), fpn_channels=8, head_depth=1, topk_candidates=20,
+        detections_per_image=15,
+    )  # fmt: skip
+    rows = list(bench_evaluation.rows_on(CPU, config, size=2, candidates=40, repeats=1))
+    assert [row.variant for row in rows] == ["plain", "batched_nms", "graph_evaluation", "ours"]
+    assert len({row.note.rsplit(",", 1)[1] for row in rows}) == 1, "the same number of detections"
+    assert " 0 detections" not in rows[0].note
