@@ -162,6 +162,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in ("x", "index", "nan")}
 
 
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
 @pytest.mark.parametrize(
     ("dataset", "options", "reason"),
     [

@@ -113,11 +113,13 @@ def _module(config: RetinaNetConfig, batch: Batch, candidates: int) -> RetinaNet
     module = RetinaNetTraining(TrainingConfig(config)).eval().to(memory_format=torch.channels_last)
     model = module.model
     logits, deltas = model.head.classification_head.cls_logits, model.head.regression_head.bbox_reg
-    logits.bias.zero_()
+    bias = logits.bias
+    assert bias is not None
+    bias.zero_()  # beside it the spread at random would be less than a bit of bf16
     images = batch["images"][:2]
     found = model(images)
     logits.weight.mul_(SPREAD / found.cls_logits.std())
     deltas.weight.mul_(BOX_SPREAD / found.box_deltas.std())
     best = model(images).cls_logits.flatten().topk(len(images) * candidates).values[-1]
-    logits.bias.fill_(math.log(config.score_threshold / (1 - config.score_threshold)) - float(best))
+    bias.fill_(math.log(config.score_threshold / (1 - config.score_threshold)) - float(best))
     return module
