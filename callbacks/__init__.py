@@ -4,6 +4,7 @@ from typing import Any
 
 from fasttrain.callbacks.anchor_matching import AnchorMatchingOptimization, FusedAnchorMatching, match_anchors
 from fasttrain.callbacks.async_scoring import AsyncCOCOScoring, AsyncScorer, AsyncScoringOptimization
+from fasttrain.callbacks.batched_nms import BatchedNMSOptimization, FusedBatchedNMS, batched_nms
 from fasttrain.callbacks.bn_relu import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.bottleneck import BottleneckOptimization, FusedBottlenecks
 from fasttrain.callbacks.channels_last import ChannelsLast, ChannelsLastOptimization
@@ -27,11 +28,13 @@ from fasttrain.callbacks.dali_loader import (
     require_dali,
 )
 from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher, DevicePrefetchOptimization
+from fasttrain.callbacks.evaluation_cache import EvaluationCache, EvaluationCacheOptimization
 from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRanksOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
 from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
+from fasttrain.callbacks.graph_evaluation import GraphedEvaluation, GraphEvaluationOptimization
 from fasttrain.callbacks.layer_norm_dropout import (
     DropoutAddLayerNorm,
     FusedDropoutAddLayerNorm,
@@ -50,6 +53,7 @@ from fasttrain.optimization import Optimization
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "anchor_matching": AnchorMatchingOptimization,
     "async_scoring": AsyncScoringOptimization,
+    "batched_nms": BatchedNMSOptimization,
     "bn_relu": BNReLUOptimization,
     "bottleneck": BottleneckOptimization,
     "channels_last": ChannelsLastOptimization,
@@ -58,11 +62,13 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "cuda_graph_step": CUDAGraphStepOptimization,
     "dali_loader": DALILoaderOptimization,
     "device_prefetch": DevicePrefetchOptimization,
+    "evaluation_cache": EvaluationCacheOptimization,
     "evaluation_ranks": EvaluationRanksOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
     "gemm_relu": GemmReLUOptimization,
+    "graph_evaluation": GraphEvaluationOptimization,
     "layer_norm_dropout": LayerNormDropoutOptimization,
     "optimizers": FusedOptimizersOptimization,
     "precision": PrecisionOptimization,
@@ -78,6 +84,7 @@ __all__ = [
     "AsyncScorer",
     "AsyncScoringOptimization",
     "BNReLUOptimization",
+    "BatchedNMSOptimization",
     "BottleneckOptimization",
     "CUDAGraphStep",
     "CUDAGraphStepOptimization",
@@ -98,6 +105,8 @@ __all__ = [
     "DropoutAddLayerNorm",
     "EncodedFiles",
     "EncodedSamples",
+    "EvaluationCache",
+    "EvaluationCacheOptimization",
     "EvaluationRanks",
     "EvaluationRanksOptimization",
     "FeedForward",
@@ -106,6 +115,7 @@ __all__ = [
     "FrozenBNOptimization",
     "FusedAnchorMatching",
     "FusedBNReLU",
+    "FusedBatchedNMS",
     "FusedBottlenecks",
     "FusedConvBiasReLU",
     "FusedDropoutAddLayerNorm",
@@ -117,6 +127,8 @@ __all__ = [
     "FusedOptimizersOptimization",
     "GemmGELUOptimization",
     "GemmReLUOptimization",
+    "GraphEvaluationOptimization",
+    "GraphedEvaluation",
     "LabelledImages",
     "LayerNormDropoutOptimization",
     "PrecisionOptimization",
@@ -125,6 +137,7 @@ __all__ = [
     "SequencePackingOptimization",
     "UsableSamples",
     "WhenBad",
+    "batched_nms",
     "dropout_add_layer_norm",
     "fastest_precision",
     "image_header",

@@ -1,4 +1,4 @@
-"""A place between Lightning and the training loader, for those who fetch batches in another way.
+"""A place between Lightning and its loaders, for those who fetch batches in another way.
 
 Lightning's fetcher asks a `CombinedLoader` for batches and the fit loop asks the same one for its state. Written
 against Lightning 2.6; `tests/test_fetching.py` fails when one of them asks for something else.
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 Fetched = tuple[Any, int, int]
 """What Lightning is given: batch, its number, and the number of its loader."""
@@ -78,4 +79,22 @@ def stand_between(
         found = found.inner
     ours = make(loop._combined_loader, lambda: len(getattr(fetcher, "batches", ())))
     loop._combined_loader = fetcher._combined_loader = fetcher.iterator = ours
+    return ours
+
+
+def stand_before_evaluation(trainer: pl.Trainer, make: Callable[[CombinedLoader], L]) -> L | None:
+    """Have the batches of a fit's evaluations fetched by way of the loader that `make` makes of Lightning's.
+
+    To be called once training has started, and between evaluations.
+
+    Returns:
+        None, and nothing is changed, where there is no evaluation, or its step is handed the loader's iterator.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    inner = loop._combined_loader
+    step = trainer.lightning_module.validation_step
+    if inner is None or is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        return None
+    ours = make(inner)
+    loop._combined_loader = ours
     return ours

@@ -13,6 +13,7 @@ from torchvision.ops import FrozenBatchNorm2d, sigmoid_focal_loss
 
 from fasttrain.callbacks.sequence_packing import mean_loss
 from fasttrain.recipes.retinanet.matching import AnchorMatcher
+from fasttrain.recipes.retinanet.suppression import ClassSuppression
 
 
 class LossOfLevels(nn.Module):
@@ -44,6 +45,7 @@ class Module(pl.LightningModule):
         )  # fmt: skip
         self.focal_loss = LossOfLevels()
         self.matcher = AnchorMatcher(0.5, 0.4)
+        self.suppression = ClassSuppression()
         grid = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
         self.register_buffer("anchors", torch.cat([grid, grid + 2], dim=1), persistent=False)
         self.register_buffer("boxes", torch.tensor([[[0.0, 0, 2, 2], [1, 1, 4, 4]]]), persistent=False)

@@ -26,6 +26,8 @@ from fasttrain.callbacks.async_scoring import (
     callback,
 )
 from fasttrain.callbacks.async_scoring.reference import reference
+from fasttrain.callbacks.evaluation_cache import EvaluationCache
+from fasttrain.callbacks.graph_evaluation import GraphedEvaluation
 from fasttrain.config import TargetConfig
 from fasttrain.environment import Hardware
 from fasttrain.errors import ConfigError, OptimizationError
@@ -190,19 +192,25 @@ def test_validating_alone_scores_as_always() -> None:
 # ---- training is not changed -----------------------------------------------------------------------------------------
 
 
-def test_weights_are_equal_with_and_without_evaluation() -> None:
+@pytest.mark.parametrize("quick", [False, True], ids=["plain evaluations", "captured, on kept batches"])
+def test_weights_are_equal_with_and_without_evaluation(quick: bool) -> None:
     found = []
-    for scoring, options in (([AsyncCOCOScoring()], {}), ([], {"limit_val_batches": 0})):
+    graphs, cache = GraphedEvaluation(stand_in=True), EvaluationCache(most_gb=1)
+    evaluating = [AsyncCOCOScoring(), *([graphs, cache] if quick else [])]
+    for callbacks, options in ((evaluating, {}), ([], {"limit_val_batches": 0})):
         module = fresh()
-        fit(module, *scoring, **options)
+        fit(module, *callbacks, max_epochs=4, **options)
         found.append((module.state_dict(), module.seen, torch.get_rng_state()))
+    if quick:
+        assert graphs.table().rows[0][2] > 5, "replays"
+        assert cache.table().rows[-1] == (2, "handed out from the device")
     (ours, seen, state), (without, seen_without, state_without) = found
     assert seen == seen_without, "the order of the data"
     assert torch.equal(state, state_without), "the random state"
     for name, value in without.items():
         assert torch.equal(ours[name], value), name
     module = fresh()
-    fit(module)
+    fit(module, max_epochs=4)
     assert module.seen != seen, "plain Lightning's evaluation changes training: the test would notice"
 
 

@@ -41,7 +41,11 @@ PARTS |= {f"recipes.{path.name}" for path in (PACKAGE / "recipes").iterdir()
           if (path / "__init__.py").is_file() and not path.with_suffix(".yaml").is_file()}  # fmt: skip
 
 # Dedicated evaluation ranks are asynchronous scoring on other devices: the same scorer, targets and checkpoints.
-BUILT_ON = {"callbacks.evaluation_ranks": {"callbacks.async_scoring"}}
+# A captured evaluation is a captured function: the same warm-up, check and way back to eager calls.
+BUILT_ON = {
+    "callbacks.evaluation_ranks": {"callbacks.async_scoring"},
+    "callbacks.graph_evaluation": {"callbacks.cuda_graph_step"},
+}
 
 
 def room_of(module: str) -> str | None:

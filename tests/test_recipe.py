@@ -21,7 +21,10 @@ from fasttrain.recipe import build, find_recipe, recipe_names, resolve
 CPU = Hardware("cpu", "cpu", "a CPU", 2)
 # In `compile`'s regions other rooms' modules run as plain operators; the others are for users who know that they want
 # them. Dropout's numbers are the same for one mask only.
-BY_NAME_ONLY = {"compile", "async_scoring", "dali_loader", "evaluation_ranks", "sequence_packing"}
+BY_NAME_ONLY = {
+    "compile", "async_scoring", "dali_loader", "evaluation_cache", "evaluation_ranks", "graph_evaluation",
+    "sequence_packing",
+}  # fmt: skip
 FULL: dict[str, Any] = {name: {} for name in CATALOGUE if name not in BY_NAME_ONLY}
 EXACT: dict[str, Any] = {
     name: {} for name in FULL if CATALOGUE[name].grade == "same numbers" and name != "layer_norm_dropout"

@@ -63,6 +63,7 @@ class CapturedFunction:
         check: compare the first replay of each graph with the eager call, in outputs, parameters, buffers and optimizer
             state. Not done without a module: what else the function changes would be changed twice.
         stand_in: run the function again instead of replaying a graph; always so without CUDA.
+        tell: given the reason why calls run eagerly from then on; a warning says it if this is left out.
 
     Raises:
         ValueError: neither `device` nor an optimizer to take it from.
@@ -81,8 +82,9 @@ class CapturedFunction:
         module: nn.Module | None = None,
         check: bool = True,
         stand_in: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
-        self.function = function
+        self.function, self._tell = function, tell
         self._given: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         plain = [o.optimizer if isinstance(o, LightningOptimizer) else o for o in self._given]
         if device is None and not plain:
@@ -202,6 +204,9 @@ class CapturedFunction:
     def _give_up(self, reason: str, stacklevel: int = 4) -> None:
         self.failure = reason
         self.pool.clear()
+        if self._tell is not None:
+            self._tell(reason)
+            return
         warnings.warn(f"CapturedFunction: calls run eagerly, since {reason}.", stacklevel=stacklevel)
 
     def _state(self) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
-from torchvision.ops import batched_nms
+from torch import Tensor, nn
+
+from fasttrain.recipes.retinanet.suppression import ClassSuppression, picked
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -36,7 +37,7 @@ class Detections(NamedTuple):
 
 @torch.no_grad()
 def detect(
-    logits: Float[Tensor, "B A K"],
+    logits: Float[Tensor, "B A K"] | Sequence[Float[Tensor, "B L K"]],
     deltas: Float[Tensor, "B A 4"],
     anchors: Float[Tensor, "A 4"],
     anchors_per_level: Sequence[int],
@@ -45,13 +46,14 @@ def detect(
     topk_candidates: int = 1000,
     nms_threshold: float = 0.5,
     detections_per_image: int = 300,
+    suppression: nn.Module | None = None,
 ) -> Detections:
-    """Return the detections of a batch; everything but the suppression is done for all images at once.
+    """Return the detections of a batch, all images at once but for what the suppression does.
 
-    Not for a captured step: the suppression waits for the device once or more per image.
+    Shapes are static, and nothing but the suppression waits for the device.
 
     Args:
-        logits: class logits of all levels, finest first; computed on in float32.
+        logits: finite class logits of all levels, finest first, in one tensor or one a level; scored in float32.
         deltas: box deltas in the same order.
         anchors: xyxy in pixels.
         anchors_per_level: how many of the anchors belong to each level.
@@ -60,28 +62,20 @@ def detect(
         topk_candidates: candidates (box and class) per level that go into the suppression.
         nms_threshold: of two boxes of a class whose IoU is greater, the better one stays.
         detections_per_image: D, the boxes kept per image.
+        suppression: what the two before are given to, if that is not `suppression.ClassSuppression`.
     """
-    scores, labels, anchor_index = _candidates(logits, anchors_per_level, topk_candidates)
-    picked = deltas.float().gather(1, anchor_index.unsqueeze(2).expand(-1, -1, 4))
-    boxes = clip(decode(picked, anchors[anchor_index]), image_size)
-
-    batch = len(boxes)
-    found = Detections(
-        boxes.new_zeros(batch, detections_per_image, 4),
-        scores.new_zeros(batch, detections_per_image),
-        labels.new_full((batch, detections_per_image), NO_LABEL),
-        labels.new_zeros(batch),
+    levels = logits.split(list(anchors_per_level), dim=1) if isinstance(logits, Tensor) else logits
+    suppress = ClassSuppression(nms_threshold, detections_per_image) if suppression is None else suppression
+    scores, labels, anchor_index = _candidates(levels, topk_candidates)
+    chosen = deltas.float().gather(1, anchor_index.unsqueeze(2).expand(-1, -1, 4))
+    boxes = clip(decode(chosen, anchors[anchor_index]), image_size)
+    index, count = suppress(boxes, scores, labels, scores > score_threshold)
+    return Detections(
+        picked(boxes, index, count, 0.0),
+        picked(scores, index, count, 0.0),
+        picked(labels, index, count, NO_LABEL),
+        count,
     )
-    above = scores > score_threshold
-    for image in range(batch):
-        mask = above[image]
-        image_boxes, image_scores, image_labels = boxes[image][mask], scores[image][mask], labels[image][mask]
-        kept = batched_nms(image_boxes, image_scores, image_labels, nms_threshold)[:detections_per_image]
-        found.boxes[image, : len(kept)] = image_boxes[kept]
-        found.scores[image, : len(kept)] = image_scores[kept]
-        found.labels[image, : len(kept)] = image_labels[kept]
-        found.count[image] = len(kept)
-    return found
 
 
 def decode(deltas: Float[Tensor, "*batch 4"], anchors: Float[Tensor, "*batch 4"]) -> Float[Tensor, "*batch 4"]:
@@ -99,16 +93,31 @@ def clip(boxes: Float[Tensor, "*batch 4"], image_size: tuple[int, int]) -> Float
     return torch.stack([x, y], dim=-1).flatten(-2)
 
 
-def _candidates(logits: Tensor, anchors_per_level: Sequence[int], topk: int) -> tuple[Tensor, Tensor, Tensor]:
+def _candidates(levels: Sequence[Tensor], topk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, labels and anchor indices (B, candidates) of each level's best, in the order of the levels."""
-    classes = logits.shape[2]
     scores, labels, anchors = [], [], []
     first_anchor = 0
-    for level_logits in logits.split(list(anchors_per_level), dim=1):
-        flat = level_logits.float().sigmoid().flatten(1)
-        best, index = flat.topk(min(topk, flat.shape[1]), dim=1)
+    for logits in levels:
+        of_level, classes = logits.shape[1:]
+        index = _promising(logits, topk)
+        if index is not None:
+            logits = logits.gather(1, index.unsqueeze(2).expand(-1, -1, classes))
+        flat = logits.float().sigmoid().flatten(1)
+        best, place = flat.topk(min(topk, flat.shape[1]), dim=1)
+        anchor = place.div(classes, rounding_mode="floor")
         scores.append(best)
-        labels.append(index % classes)
-        anchors.append(index.div(classes, rounding_mode="floor") + first_anchor)
-        first_anchor += level_logits.shape[1]
+        labels.append(place % classes)
+        anchors.append((anchor if index is None else index.gather(1, anchor)) + first_anchor)
+        first_anchor += of_level
     return torch.cat(scores, dim=1), torch.cat(labels, dim=1), torch.cat(anchors, dim=1)
+
+
+def _promising(logits: Tensor, topk: int) -> Tensor | None:
+    """Return the anchors (B, topk), ascending, among which a level's topk candidates are; None for all of them.
+
+    An anchor that holds one is among the topk by its best class: else topk anchors would each hold a better one. This
+    reads the logits once, as they are; scoring them all takes several passes in float32.
+    """
+    if logits.shape[1] <= topk:
+        return None
+    return logits.amax(dim=2).topk(topk, dim=1, sorted=False).indices.sort(dim=1).values

@@ -29,14 +29,14 @@ def detection_rows(
     Returns:
         float64 (N, 7): image id, x, y, width, height, score, category id.
     """
-    boxes, scores, labels, counts = (part.detach().cpu() for part in detections)
-    sizes = original_sizes.cpu().double()
-    scale = sizes.flip(1).repeat(1, 2) / sizes.new_tensor([image_size[1], image_size[0]] * 2)
-    boxes = boxes.double() * scale[:, None]
-    kept = (np.arange(boxes.shape[1])[None] < counts.numpy()[:, None]).reshape(-1)
-    xyxy = boxes.reshape(-1, 4).numpy()
-    ids = np.repeat(image_ids.cpu().double().numpy(), boxes.shape[1])
-    rows = np.column_stack(
-        [ids, xyxy[:, :2], xyxy[:, 2:] - xyxy[:, :2], scores.reshape(-1).double(), labels.reshape(-1).double()]
-    )
-    return np.ascontiguousarray(rows[kept])
+    boxes, scores, labels, counts = (part.detach().cpu().numpy() for part in detections)
+    sizes = original_sizes.cpu().numpy().astype(np.float64)
+    image, place = np.nonzero(np.arange(boxes.shape[1]) < counts[:, None])
+    scale = np.tile(sizes[:, ::-1], 2) / np.array([image_size[1], image_size[0]] * 2, dtype=np.float64)
+    xyxy = boxes[image, place].astype(np.float64) * scale[image]
+    rows = np.empty((len(image), DETECTION_COLUMNS))
+    rows[:, 0] = image_ids.cpu().numpy()[image]
+    rows[:, 1:3] = xyxy[:, :2]
+    rows[:, 3:5] = xyxy[:, 2:] - xyxy[:, :2]
+    rows[:, 5], rows[:, 6] = scores[image, place], labels[image, place]
+    return rows

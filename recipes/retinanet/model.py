@@ -20,6 +20,7 @@ from fasttrain.recipes.retinanet.head import Head
 from fasttrain.recipes.retinanet.loss import SigmoidFocalLoss, box_loss, class_of_anchor
 from fasttrain.recipes.retinanet.matching import AnchorMatcher
 from fasttrain.recipes.retinanet.pretrained import first_version_name, load_pretrained
+from fasttrain.recipes.retinanet.suppression import ClassSuppression
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Shaped
@@ -167,6 +168,7 @@ class RetinaNet(nn.Module):
         )
         self.matcher = AnchorMatcher(config.foreground_iou, config.background_iou)
         self.focal_loss = SigmoidFocalLoss(config.focal_alpha, config.focal_gamma)
+        self.suppression = ClassSuppression(config.nms_threshold, config.detections_per_image)
         anchors = level_anchors(
             config.image_size, config.levels, config.anchor_sizes, config.scales_per_octave, config.aspect_ratios
         )
@@ -233,11 +235,17 @@ class RetinaNet(nn.Module):
             "box_loss": config.box_loss_weight * box_loss(deltas, self.anchors, boxes, matched),
         }
 
-    def detect(self, predictions: RawPredictions) -> Detections:
-        """Return the detections in pixels of the resized images, see `detections.detect`."""
+    def detect(self, predictions: RawPredictions | Sequence[RawPredictions]) -> Detections:
+        """Return the detections in pixels of the resized images, see `detections.detect`.
+
+        Args:
+            predictions: from `forward` or, which saves a copy of all logits, `forward_levels`.
+        """
         config = self.config
+        levels = [predictions] if isinstance(predictions, RawPredictions) else predictions
         return detect(
-            *predictions,
+            levels[0].cls_logits if levels is not predictions else [level.cls_logits for level in levels],
+            torch.cat([level.box_deltas for level in levels], dim=1),
             self.anchors,
             self.anchors_per_level,
             config.image_size,
@@ -245,6 +253,7 @@ class RetinaNet(nn.Module):
             config.topk_candidates,
             config.nms_threshold,
             config.detections_per_image,
+            self.suppression,
         )
 
     def logged_tensors(self) -> list[str]:

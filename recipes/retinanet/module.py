@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fasttrain.recipes.retinanet.metric import DETECTION_COLUMNS, available_scorer, detection_rows, score_boxes
+from fasttrain.recipes.retinanet.detections import Detections
+from fasttrain.recipes.retinanet.metric import DETECTION_COLUMNS, available_scorer, score_boxes
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
 from fasttrain.recipes.retinanet.optimizer import OptimizerConfig, make_optimizer
 from fasttrain.recipes.retinanet.pictures import contact_sheet, draw_detections
+from fasttrain.recipes.retinanet.rows import DetectionRows
 from fasttrain.trainer import optimizer_steps_per_epoch
 
 Batch = Mapping[str, Tensor]
@@ -48,7 +50,7 @@ class RetinaNetTraining(pl.LightningModule):
         self.save_hyperparameters({"config": asdict(config)})
         self.model = RetinaNet(config.model)
         self._ground_truth: Mapping[str, Any] | None = None
-        self._rows: list[NDArray[np.float64]] = []
+        self._rows = DetectionRows(config.model.image_size)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the summed loss. Nothing in here waits for the device but Lightning's logging."""
@@ -59,12 +61,13 @@ class RetinaNetTraining(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Detect, and keep the detections in pixels of the original images."""
-        detections = self.model.detect(self.model(batch["images"]))
+        self._rows.add(self.evaluate_batch(batch), batch["image_id"], batch["original_size"])
+
+    def evaluate_batch(self, batch: Batch) -> Detections:
+        """Return what there is to keep of an evaluation's batch: the device's part, of weights and batch alone."""
+        detections = self.model.detect(self.model.forward_levels(batch["images"]))
         # A sample whose image can't be used is blank: what is found in it is noise.
-        detections = detections._replace(count=detections.count * (batch["bad_image_id"] < 0))
-        self._rows.append(
-            detection_rows(detections, batch["image_id"], batch["original_size"], self.config.model.image_size)
-        )
+        return detections._replace(count=detections.count * (batch["bad_image_id"] < 0))
 
     def on_validation_epoch_end(self) -> None:
         """Score all detections by COCO's rules, on the first rank, and log the numbers on every rank."""
@@ -82,8 +85,7 @@ class RetinaNetTraining(pl.LightningModule):
 
     def validation_rows(self) -> list[NDArray[np.float64]]:
         """Return this rank's detections since the last call, an array a batch (see `detection_rows`); forgets them."""
-        rows, self._rows = self._rows, []
-        return rows
+        return self._rows.take()
 
     def ground_truth(self) -> Mapping[str, Any]:
         """Return the validation set's COCO dict."""

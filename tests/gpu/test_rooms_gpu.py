@@ -17,7 +17,10 @@ from fasttrain.recipe import resolve
 
 pytestmark = pytest.mark.gpu
 
-BY_NAME_ONLY = {"compile", "async_scoring", "dali_loader", "evaluation_ranks", "sequence_packing"}
+BY_NAME_ONLY = {
+    "compile", "async_scoring", "dali_loader", "evaluation_cache", "evaluation_ranks", "graph_evaluation",
+    "sequence_packing",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
