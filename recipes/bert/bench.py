@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,12 @@ Rooms = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is on: rooms, and choices of the model."""
+    """What is on: rooms, and choices of the model and of the optimizer."""
 
     name: str
     rooms: Rooms = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 VARIANTS = (
@@ -64,7 +65,7 @@ VARIANTS = (
     Variant("packed_rooms", ROOMS),
     Variant("packed_graph", {**PACKING, **GRAPH}),
     Variant("packed_compile_graph", {**PACKING, **COMPILE, **GRAPH}),
-    Variant("ours", {**ROOMS, **GRAPH}),
+    Variant("ours", {**ROOMS, **GRAPH}, optimizer={"fused": None}),
 )
 
 
@@ -84,7 +85,7 @@ def rate_rows(variant: Variant, folder: Path, case: str = "large_512", **options
     """Yield sequences a second, ms a step and TFLOP/s of useful work of a variant."""
     windows = fit_windows(variant, folder, **options)
     on = ", ".join(variant.rooms) or "no room"
-    note = f"bf16, LAMB, Trainer.fit with data; {on}" + "".join(f", {k}={v}" for k, v in variant.model.items())
+    note = f"bf16, LAMB, Trainer.fit with data; {on}" + "".join(f", {k}={v}" for k, v in {**variant.model, **variant.optimizer}.items())
     rates = [window.sequences / window.seconds for window in windows]
     yield make_row("bert", case, variant.name, "sequences_per_second", "1/s", rates, note)
     times = [1e3 * window.seconds / window.steps for window in windows]
@@ -134,7 +135,7 @@ class Windows(pl.Callback):
 
 def fit_windows(
     variant: Variant, folder: Path, *, model: Mapping[str, Any] | None = None, batch_size: int = 56, warm_up: int = 16,
-    size: int = 8, count: int = 5, workers: int | None = None,
+    size: int = 8, count: int = 5, workers: int | None = None, callbacks: Sequence[pl.Callback] = (),
 ) -> list[Window]:  # fmt: skip
     """Fit a variant and return windows of `size` steps.
 
@@ -142,10 +143,11 @@ def fit_windows(
         folder: a corpus, see `Corpus`.
         model: sizes, where they are not BERT-large's.
         batch_size: sequences a step; packed rows hold about as many.
+        callbacks: more of them.
     """
     torch.manual_seed(0)
     config = BertConfig(**{"vocab_size": VOCABULARY, **(model or {}), **variant.model})
-    module = BertTraining(TrainingConfig(config, OptimizerConfig(total_steps=6700)))
+    module = BertTraining(TrainingConfig(config, OptimizerConfig(**{"total_steps": 6700, **variant.optimizer})))
     data = CorpusData(folder, DataConfig(batch_size=batch_size, num_workers=workers, max_length=config.max_positions))
     hardware = Hardware.here()
     precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
@@ -163,7 +165,7 @@ def fit_windows(
             accelerator=hardware.kind, precision=precision, max_steps=warm_up + size * count + 1, max_epochs=-1,
             limit_val_batches=0, log_every_n_steps=size,
         ),
-        attachments, [windows], [], enable_progress_bar=False,
+        attachments, [windows, *callbacks], [], enable_progress_bar=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=data_module(attachments, data))
     return windows.windows()
