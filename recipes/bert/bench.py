@@ -84,8 +84,8 @@ def large_512() -> Iterator[Row]:
 def rate_rows(variant: Variant, folder: Path, case: str = "large_512", **options: Any) -> Iterator[Row]:
     """Yield sequences a second, ms a step and TFLOP/s of useful work of a variant."""
     windows = fit_windows(variant, folder, **options)
-    on = ", ".join(variant.rooms) or "no room"
-    note = f"bf16, LAMB, Trainer.fit with data; {on}" + "".join(f", {k}={v}" for k, v in {**variant.model, **variant.optimizer}.items())
+    choices = "".join(f", {key}={value}" for key, value in {**variant.model, **variant.optimizer}.items())
+    note = f"bf16, LAMB, Trainer.fit with data; {', '.join(variant.rooms) or 'no room'}{choices}"
     rates = [window.sequences / window.seconds for window in windows]
     yield make_row("bert", case, variant.name, "sequences_per_second", "1/s", rates, note)
     times = [1e3 * window.seconds / window.steps for window in windows]
