@@ -25,6 +25,7 @@ from fasttrain.callbacks.dali_loader import (
 from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher, DevicePrefetchOptimization
 from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRanksOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
+from fasttrain.callbacks.fp8_linear import FP8LinearOptimization, FP8Linears
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
 from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
@@ -56,6 +57,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "device_prefetch": DevicePrefetchOptimization,
     "evaluation_ranks": EvaluationRanksOptimization,
     "focal_loss": FocalLossOptimization,
+    "fp8_linear": FP8LinearOptimization,
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
     "gemm_relu": GemmReLUOptimization,
@@ -94,6 +96,8 @@ __all__ = [
     "EncodedFiles",
     "EvaluationRanks",
     "EvaluationRanksOptimization",
+    "FP8LinearOptimization",
+    "FP8Linears",
     "FeedForward",
     "FocalLoss",
     "FocalLossOptimization",
