@@ -2,8 +2,8 @@
 
 One scale stands for a whole tensor. It comes from the largest magnitude that was seen there: in the same tensor
 (`current`, which reads it twice), or lately (`delayed`): `used = max(seen, decay * used)` at each cast. A format of
-floating point loses nothing by a scale that is too small, down to its subnormals, and values beyond its range are set to
-its largest; so a delayed scale leaves a factor of two for growth.
+floating point loses nothing by a scale that is too small, down to its subnormals, and values beyond its range are set
+to its largest; so a delayed scale leaves a factor of two for growth.
 
 Formats and delayed scaling: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433.
 """

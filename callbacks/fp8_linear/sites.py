@@ -20,7 +20,7 @@ IN_CHUNK = ("intermediate.dense", "output.dense")
 
 
 class FP8Patches(ModulePatches):
-    """Each nn.Linear of fitting widths whose weight is its own, joined ones, and the feed-forward blocks of BERT layers.
+    """Each nn.Linear of fitting widths with a weight of its own, joined ones, and BERT layers' feed-forward blocks.
 
     Args:
         scaling: of the tensors.

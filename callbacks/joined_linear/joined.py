@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 
 class JoinedLinear(nn.Module):
-    """Runs several of its parent's nn.Linear, which are not its own, on one input: attention's projections for instance.
+    """Runs several nn.Linear of its parent, not its own, on one input: attention's projections for instance.
 
     Their weights, which stay parameters by themselves, are joined in each forward: small beside the input, which is
     read once and not by each.

@@ -40,6 +40,11 @@ ROOMS: dict[str, dict[str, Any]] = {
     "gemm_gelu": {"measure": False},
     "layer_norm_dropout": {"measure": False},
 }
+FP8: dict[str, dict[str, Any]] = {
+    **PACKING,
+    "fp8_linear": {"measure": False, "leave": ("*.cls.*", "*.pooler.*")},
+    "layer_norm_dropout": {"measure": False},
+}
 GRAPH: dict[str, dict[str, Any]] = {"cuda_graph_step": {"warm_up": 4}}
 COMPILE: dict[str, dict[str, Any]] = {"compile": {"measure": False, "dynamic": False}}
 UNFUSED = {"attention": "dense", "fused_qkv": False, "dense_sequence_output": False}
@@ -66,6 +71,7 @@ VARIANTS = (
     Variant("packed_graph", {**PACKING, **GRAPH}),
     Variant("packed_compile_graph", {**PACKING, **COMPILE, **GRAPH}),
     Variant("ours", {**ROOMS, **GRAPH}, optimizer={"fused": None}),
+    Variant("ours_fp8", {**FP8, **GRAPH}, optimizer={"fused": None}),
 )
 
 

@@ -6,7 +6,6 @@ by `Sequences`, so that padded rows and packed rows take the same way.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fasttrain.callbacks.joined_linear import JoinedLinear
