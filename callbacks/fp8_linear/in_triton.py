@@ -17,9 +17,10 @@ NO_FORM = (0.0,)
 class Tiling:
     """How much a program takes."""
 
-    rows: int = 128
+    rows: int = 64
     columns: int = 64
-    """Of a tile: 128 bytes of a row in 16 bits, and 128 of a transposed one in 8."""
+    """Of a tile: 128 bytes of a row in 16 bits, and 64 of a transposed one in 8. A thread has 16 elements, for few
+    registers and so for many programs at once."""
     warps: int = 8
     programs: int = 1056
     """At most, about: 8 for each of an H200's multiprocessors."""
@@ -93,6 +94,7 @@ class _Launch:
                 MANTISSA=3 if request.dtype == torch.float8_e4m3fn else 2,
                 LEAST=-6 if request.dtype == torch.float8_e4m3fn else -14,
                 OUT=out is not None, TURNED=turned is not None, SUMS=sums, NOTES=notes,
-                ROLLS=rolls, ROWS=self.tiling.rows, COLUMNS=self.tiling.columns, num_warps=self.tiling.warps,
+                ROLLS=rolls,
+                EVEN=rows % self.tiling.rows == 0 and columns % self.tiling.columns == 0, ROWS=self.tiling.rows, COLUMNS=self.tiling.columns, num_warps=self.tiling.warps,
             )  # fmt: skip
         return partial

@@ -22,7 +22,7 @@ def cast_kernel(
     source, before, out, turned, sums, state, inverse, rows, columns, source_stride, out_stride, turned_stride,
     largest, decay, WORK: tl.constexpr, FORM: tl.constexpr, BOUND: tl.constexpr, LIMIT: tl.constexpr,
     MANTISSA: tl.constexpr, LEAST: tl.constexpr, OUT: tl.constexpr, TURNED: tl.constexpr, SUMS: tl.constexpr,
-    NOTES: tl.constexpr, ROLLS: tl.constexpr,
+    NOTES: tl.constexpr, ROLLS: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write values * scale, rounded, and note the largest magnitude.
@@ -43,6 +43,7 @@ def cast_kernel(
         MANTISSA, LEAST: bits of the format's mantissa, and exponent of its smallest normal number.
         NOTES: whether the largest magnitude is noted.
         ROLLS: whether the program that is done last makes the next scale of what was seen.
+        EVEN: whether the tiles fill the matrix.
     """
     strip, stride = tl.program_id(0), tl.num_programs(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -50,42 +51,47 @@ def cast_kernel(
     scale = largest / used
     if strip + tl.program_id(1) == 0:
         tl.store(inverse, used / largest)
-    most = 0.0
-    total = tl.zeros([COLUMNS], tl.float32)
+    # Each thread has sums and largest magnitudes of its own; they are put together at the end.
+    most = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
     in_tile = tl.arange(0, ROWS)
     for tile in range(strip, tl.cdiv(rows, ROWS), stride):
         first = tile * ROWS
-        there = (first + in_tile < rows)[:, None] & (column < columns)[None, :]
+        if EVEN:
+            there = None
+        else:
+            there = (first + in_tile < rows)[:, None] & (column < columns)[None, :]
         at = first.to(tl.int64) * source_stride + (in_tile[:, None] * source_stride + column[None, :])
-        x = tl.load(source + at, mask=there, other=0.0).to(tl.float32)
+        x = _loaded(source + at, there).to(tl.float32)
         if WORK == GELU:
             x, _ = gelu_and_slope(x, FORM, BOUND)
         if WORK == GELU_BACKWARD:
             at = first.to(tl.int64) * columns + (in_tile[:, None] * columns + column[None, :])
-            _, slope = gelu_and_slope(tl.load(before + at, mask=there, other=0.0).to(tl.float32), FORM, BOUND)
+            _, slope = gelu_and_slope(_loaded(before + at, there).to(tl.float32), FORM, BOUND)
             x = x * slope
         size = tl.abs(x)
         finite = size < float("inf")
         if NOTES:
-            most = tl.maximum(most, tl.max(tl.max(tl.where(finite, size, 0.0), axis=1), axis=0))
+            most = tl.maximum(most, tl.where(finite, size, 0.0))
         if SUMS:
-            total += tl.sum(x, axis=0)
+            total += x
         if OUT or TURNED:
             scaled = tl.minimum(tl.maximum(x * scale, -LIMIT), LIMIT)
             # An overflow stays one, for a loss scaler to see.
             scaled = tl.where(finite, scaled, float("nan"))
             if INTERPRETED:
                 scaled = _rounded(scaled, MANTISSA, LEAST)
+            small = scaled.to(out.dtype.element_ty if OUT else turned.dtype.element_ty)
             if OUT:
                 at = first.to(tl.int64) * out_stride + (in_tile[:, None] * out_stride + column[None, :])
-                tl.store(out + at, scaled.to(out.dtype.element_ty), mask=there)
+                tl.store(out + at, small, mask=there)
             if TURNED:
                 at = column.to(tl.int64)[:, None] * turned_stride + (first + in_tile)[None, :]
-                tl.store(turned + at, tl.trans(scaled).to(turned.dtype.element_ty), mask=tl.trans(there))
+                tl.store(turned + at, tl.trans(small), mask=None if EVEN else tl.trans(there))
     if SUMS:
-        tl.store(sums + strip * columns + column, total, mask=column < columns)
+        tl.store(sums + strip * columns + column, tl.sum(total, axis=0), mask=column < columns)
     if NOTES:
-        tl.atomic_max(state + 1, most.to(tl.int32, bitcast=True))
+        tl.atomic_max(state + 1, tl.max(tl.max(most, axis=1), axis=0).to(tl.int32, bitcast=True))
     if ROLLS:
         done = tl.atomic_add(state + 2, 1)
         if done == stride * tl.num_programs(1) - 1:
@@ -93,6 +99,15 @@ def cast_kernel(
             now = tl.load(state).to(tl.float32, bitcast=True)
             tl.store(state, tl.maximum(seen, now * decay).to(tl.int32, bitcast=True))
             tl.store(state + 2, 0)
+
+
+@triton.jit
+def _loaded(at, there):
+    if there is None:
+        values = tl.load(at)
+    else:
+        values = tl.load(at, mask=there, other=0.0)
+    return values
 
 
 @triton.jit
