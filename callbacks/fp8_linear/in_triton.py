@@ -11,16 +11,17 @@ from fasttrain.callbacks.fp8_linear.cast import Cast, Request
 from fasttrain.callbacks.gemm_gelu.form import form_for
 
 NO_FORM = (0.0,)
+ROWS_TOGETHER = 4
+"""Rows of a matrix whose numbers are one word; parts of a matrix have a multiple of it."""
 
 
 @dataclass(frozen=True)
 class Tiling:
     """How much a program takes."""
 
-    rows: int = 64
+    rows: int = 128
     columns: int = 64
-    """Of a tile: 128 bytes of a row in 16 bits, and 64 of a transposed one in 8. A thread has 16 elements, for few
-    registers and so for many programs at once."""
+    """Of a tile: 128 bytes of a row in 16 bits, and 128 of a transposed one in 8. A thread has 32 elements."""
     warps: int = 8
     programs: int = 1056
     """At most, about: 8 for each of an H200's multiprocessors."""
@@ -37,6 +38,7 @@ def cast(request: Request, tiling: Tiling | None = None) -> Cast:
     options = {"dtype": request.dtype, "device": first.device}
     out = torch.empty(rows, columns, **options) if request.rows else None
     turned = torch.empty(columns, rows, **options) if request.turned else None
+    words = None if turned is None else turned.view(torch.int32)
     inverse = torch.empty((), dtype=torch.float32, device=first.device)
     launches = [_Launch(request, part, tiling) for part in request.parts]
     if request.scales.looks_first(request.index):
@@ -51,13 +53,13 @@ def cast(request: Request, tiling: Tiling | None = None) -> Cast:
         last = at == len(launches) - 1
         views = (
             None if out is None else out.narrow(request.along, begin, end - begin),
-            None if turned is None else turned.narrow(1 - request.along, begin, end - begin),
+            None if words is None else _narrowed(words, request.along, begin, end),
         )
         found = launch.run(*views, inverse, notes, notes and last, request.scales.scaling.decay, request.sums)
         if found is not None:
             sums.append(found.sum(dim=0))
         begin = end
-    total = None if not sums else sums[0] if len(sums) == 1 else torch.cat(sums)
+    total = None if not sums else torch.cat(sums) if request.along == 1 else torch.stack(sums).sum(dim=0)
     return Cast(out, turned, inverse, total)
 
 
@@ -90,11 +92,15 @@ class _Launch:
                 columns if out is None else out.stride(0), rows if turned is None else turned.stride(0),
                 request.scales.largest_of(request.dtype), decay,
                 WORK=work.value, FORM=NO_FORM if form is None else form.coefficients,
-                BOUND=None if form is None else form.largest, LIMIT=torch.finfo(request.dtype).max,
-                MANTISSA=3 if request.dtype == torch.float8_e4m3fn else 2,
-                LEAST=-6 if request.dtype == torch.float8_e4m3fn else -14,
-                OUT=out is not None, TURNED=turned is not None, SUMS=sums, NOTES=notes,
-                ROLLS=rolls,
-                EVEN=rows % self.tiling.rows == 0 and columns % self.tiling.columns == 0, ROWS=self.tiling.rows, COLUMNS=self.tiling.columns, num_warps=self.tiling.warps,
+                BOUND=None if form is None else form.largest, E4M3=request.dtype == torch.float8_e4m3fn,
+                OUT=out is not None, TURNED=turned is not None, SUMS=sums, NOTES=notes, ROLLS=rolls,
+                EVEN=rows % self.tiling.rows == 0 and columns % self.tiling.columns == 0,
+                ROWS=self.tiling.rows // ROWS_TOGETHER, COLUMNS=self.tiling.columns, num_warps=self.tiling.warps,
             )  # fmt: skip
         return partial
+
+
+def _narrowed(words: Tensor, along: int, begin: int, end: int) -> Tensor:
+    if along == 1:
+        return words.narrow(0, begin, end - begin)
+    return words.narrow(1, begin // ROWS_TOGETHER, (end - begin) // ROWS_TOGETHER)
