@@ -77,14 +77,26 @@ VARIANTS = (
 
 def cases() -> list[Case]:
     """Return the recipe's bench cases."""
-    return [Case("bert", "large_512", "BERT-large at 512 tokens, 56 sequences a step, in Trainer.fit", large_512, True)]
+    large = "BERT-large at 512 tokens in Trainer.fit"
+    return [
+        Case("bert", "large_512", f"{large}, 56 sequences a step", large_512, True),
+        Case("bert", "large_512_rows2", f"{large}, 2 packed rows a step: eager against graph", large_512_rows2, True),
+    ]
 
 
-def large_512() -> Iterator[Row]:
-    """Yield rates of every variant on lengths like Wikipedia's."""
+def large_512(*, variants: str = ",".join(each.name for each in VARIANTS), batch_size: int = 56) -> Iterator[Row]:
+    """Yield rates of variants on lengths like Wikipedia's."""
     with Corpus(generated_lengths(SEQUENCES)) as folder:
-        for variant in VARIANTS:
-            yield from rate_rows(variant, folder)
+        for variant in (each for each in VARIANTS if each.name in variants.split(",")):
+            yield from rate_rows(variant, folder, "large_512", batch_size=batch_size)
+
+
+def large_512_rows2() -> Iterator[Row]:
+    """Yield rates at the batch of MLPerf's largest runs, 2 packed rows for each GPU, where launches take the time."""
+    with Corpus(generated_lengths(SEQUENCES // 10)) as folder:
+        for name in ("packed", "packed_rooms", "packed_graph", "ours"):
+            variant = next(each for each in VARIANTS if each.name == name)
+            yield from rate_rows(variant, folder, "large_512_rows2", batch_size=4)
 
 
 def rate_rows(variant: Variant, folder: Path, case: str = "large_512", **options: Any) -> Iterator[Row]:

@@ -23,7 +23,7 @@ class Sequences(NamedTuple):
     """Tokens in a row."""
     backend: AttentionBackend
     mask: Tensor | None
-    """(rows, 1, length, length) bool for the dense backend, the same in all layers."""
+    """What `sequence_packing.mask_for` makes, the same in all layers."""
 
 
 class BertEmbeddings(nn.Module):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fasttrain.callbacks.sequence_packing import attention_backend, block_diagonal_rows
+from fasttrain.callbacks.sequence_packing import attention_backend, mask_for
 from fasttrain.errors import DataError
 from fasttrain.recipes.bert.config import BertConfig
 from fasttrain.recipes.bert.layers import BertEmbeddings, BertLayer, Sequences
@@ -65,8 +65,9 @@ class BertModel(nn.Module):
         rows, length = input_ids.shape
         words = self.embeddings.word_embeddings.weight
         asked = self.config.attention
-        backend = attention_backend(words.device, _dtype_of_products(words)) if asked == "auto" else asked
-        mask = block_diagonal_rows(cu_seqlens, rows, length) if backend == "dense" else None
+        dtype = _dtype_of_products(words)
+        backend = attention_backend(words.device, dtype) if asked == "auto" else asked
+        mask = mask_for(backend, cu_seqlens, rows, length, dtype)
         hidden = self.embeddings(input_ids.flatten(), token_type_ids.flatten(), position_ids.flatten())
         encoded: Tensor = self.encoder(hidden, Sequences(cu_seqlens, rows, length, backend, mask))
         return encoded
