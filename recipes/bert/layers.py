@@ -20,7 +20,7 @@ class Sequences(NamedTuple):
     """(sequences + 1,) int32 offsets into the flattened rows."""
     rows: int
     length: int
-    """Tokens in a row."""
+    """Tokens of the longest sequence, at most."""
     backend: AttentionBackend
     mask: Tensor | None
     """What `sequence_packing.mask_for` makes, the same in all layers."""
