@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from fasttrain.callbacks import FP8LinearOptimization, FP8Linears
 from fasttrain.callbacks.fp8_linear import (
     FP8JoinedLinear,
-    FP8Linear,
     FP8LinearConfig,
     FP8Patches,
     Scales,
@@ -61,20 +60,28 @@ def scales(tensors: int = 1, scaling: Scaling | None = None) -> Scales:
 
 
 def largest_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    found, wanted = found.detach().float(), wanted.detach().float()
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm())
 
 
 def numbers(cast: Cast) -> list[list[int] | None]:
     return [None if part is None else part.view(torch.uint8).tolist() for part in (cast.rows, cast.turned)]
 
 
-@pytest.mark.parametrize("kind", ["delayed", "current"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize(("count", "along", "shape"), [(1, 0, (48, 64)), (2, 0, (32, 50)), (3, 1, (36, 24))])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "count", "along", "shape"),
+    [
+        ("delayed", E4M3, 1, 0, (32, 64)),
+        ("delayed", E5M2, 2, 1, (36, 24)),
+        ("current", E5M2, 1, 0, (20, 40)),
+        ("current", E4M3, 2, 0, (16, 50)),
+    ],
+)
 def test_the_kernel_casts_as_pytorch_does(
     kind: Any, dtype: torch.dtype, count: int, along: int, shape: tuple[int, int]
 ) -> None:
@@ -136,13 +143,17 @@ def test_a_delayed_scale_follows_what_was_seen(cast: Any) -> None:
 
     def seen(value: float) -> tuple[float, float]:
         found = cast(Request([torch.full((16, 16), value)], ours, 0, E4M3))
+        assert float(ours.values.view(torch.float32)[0, 1]) == 0.0
         return float(found.rows.float()[0, 0] * found.inverse), float(ours.values.view(torch.float32)[0, 0])
 
-    assert seen(8.0) == (8.0, 8.0), "a first tensor is measured before"
-    assert seen(1.0) == (1.0, 4.0), "and forgotten step by step"
-    assert seen(7.0) == (7.0, 7.0), "there is room to double"
+    def about(value: float, used: float) -> Any:
+        return pytest.approx(value, rel=1 / 16), used
+
+    assert seen(8.0) == about(8.0, 8.0), "a first tensor is measured before"
+    assert seen(1.0) == about(1.0, 4.0), "and forgotten step by step"
+    assert seen(7.0) == about(7.0, 7.0), "there is room to double"
     assert seen(100.0) == (14.0, 100.0), "a larger value is set to the largest number, and the next is not"
-    assert seen(96.0) == (96.0, 96.0)
+    assert seen(96.0) == about(96.0, 96.0)
 
 
 @pytest.mark.parametrize("cast", [in_triton.cast, in_torch.cast])
@@ -312,7 +323,7 @@ def test_it_refuses_where_fp8_can_not_be(hardware: Hardware, precision: str, rea
 
 def test_it_applies_on_hopper_and_says_to_how_many() -> None:
     room = FP8LinearOptimization(FP8LinearConfig(measure=False))
-    assert room.check(Context(Module(), Data(), HOPPER, "bf16-mixed")) == Applies("3 sites; not measured, as asked")
+    assert room.check(Context(Module(), Data(), HOPPER, "bf16-mixed")) == Applies("2 sites; not measured, as asked")
     with pytest.raises(ConfigError, match=r"gradients is 'e5m3'.*e5m2"):
         FP8LinearConfig(gradients="e5m3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"scaling is 'late'.*delayed"):
@@ -320,7 +331,7 @@ def test_it_applies_on_hopper_and_says_to_how_many() -> None:
 
 
 class Classifier(pl.LightningModule):
-    """Tells which of four directions a vector is nearest to, after two layers."""
+    """Tells which of 16 directions a vector is nearest to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,11 +340,38 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = cross_entropy(self.net(batch[0]), batch[1])
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def directions(seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1024, 32, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(32, 16, generator=generator)).argmax(dim=1))
+
+
+def last_losses(seed: int, in_eight_bits: bool) -> float:
+    torch.manual_seed(seed)
+    module, (x, y) = Classifier(), directions(seed).tensors
+    if in_eight_bits:
+        assert len(PatchSurgery(module, FP8Patches(Scaling())).apply()) == 3
+        emulated(module)
+    optimizer = module.configure_optimizers()
+    for step in range(112):
+        part = slice(step % 16 * 64, step % 16 * 64 + 64)
+        optimizer.zero_grad()
+        module.training_step([x[part], y[part]], step).backward()
+        optimizer.step()
+    return sum(module.losses[-16:]) / 16
+
+
+def test_a_small_network_learns_as_much_in_fp8() -> None:
+    plain, fp8 = (sum(last_losses(seed, eight) for seed in range(2)) / 2 for eight in (False, True))
+    assert plain < 1.5, "something is learned: it begins at 2.8"
+    assert plain != fp8 == pytest.approx(plain, rel=0.05)
 
 
 class Emulated(FP8Linears):
@@ -344,42 +382,30 @@ class Emulated(FP8Linears):
         emulated(pl_module)
 
 
-def fitted(seed: int, callbacks: list[pl.Callback], steps: int, resume: Any = None, folder: Any = None) -> Classifier:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1024, 32, generator=generator)
-    y = (x @ torch.randn(32, 16, generator=generator)).argmax(dim=1)
-    torch.manual_seed(seed)
+def fitted(steps: int, resume: Any = None, folder: Any = None) -> Classifier:
+    torch.manual_seed(0)
     module = Classifier()
     trainer = pl.Trainer(
-        accelerator="cpu", callbacks=callbacks, logger=False, max_steps=steps, enable_progress_bar=False,
+        accelerator="cpu", callbacks=[Emulated()], logger=False, max_steps=steps, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=64), ckpt_path=resume)
+    trainer.fit(module, DataLoader(directions(0), batch_size=1024), ckpt_path=resume)
     if folder is not None:
         trainer.save_checkpoint(folder / "it.ckpt")
     return module
 
 
-def test_a_small_network_learns_as_much_in_fp8() -> None:
-    ends: dict[str, list[float]] = {"plain": [], "fp8": []}
-    for seed in range(3):
-        ends["plain"].append(sum(fitted(seed, [], 160).losses[-16:]) / 16)
-        module = fitted(seed, [Emulated()], 160)
-        assert isinstance(module.net[2], FP8Linear)
-        ends["fp8"].append(sum(module.losses[-16:]) / 16)
-    plain, fp8 = (sum(each) / 3 for each in ends.values())
-    assert plain < 0.6, "something is learned: 16 classes begin at 2.8"
-    assert fp8 == pytest.approx(plain, rel=0.1)
-
-
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*logging interval.*")
 def test_scales_are_in_the_checkpoint_so_that_a_resumed_run_goes_on_exactly(tmp_path: Any) -> None:
-    whole = fitted(0, [Emulated()], 24)
-    fitted(0, [Emulated()], 16, folder=tmp_path)
+    whole = fitted(6)
+    fitted(4, folder=tmp_path)
     saved = torch.load(tmp_path / "it.ckpt", weights_only=True)
     assert list(saved["state_dict"]) == list(Classifier().state_dict())
     assert list(saved["callbacks"]["Emulated"]) == ["net.0", "net.2", "net.4"]
-    rest = fitted(0, [Emulated()], 24, resume=tmp_path / "it.ckpt")
-    assert rest.losses == whole.losses[16:]
+    assert fitted(6, tmp_path / "it.ckpt").losses == whole.losses[4:]
+    saved["callbacks"].clear()
+    torch.save(saved, tmp_path / "without.ckpt")
+    assert fitted(6, tmp_path / "without.ckpt").losses != whole.losses[4:], "their scales are of what they see first"
 
 
 def test_the_reference_rounds_to_the_format() -> None:

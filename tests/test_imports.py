@@ -41,7 +41,11 @@ PARTS |= {f"recipes.{path.name}" for path in (PACKAGE / "recipes").iterdir()
           if (path / "__init__.py").is_file() and not path.with_suffix(".yaml").is_file()}  # fmt: skip
 
 # Dedicated evaluation ranks are asynchronous scoring on other devices: the same scorer, targets and checkpoints.
-BUILT_ON = {"callbacks.evaluation_ranks": {"callbacks.async_scoring"}}
+# FP8 products of a feed-forward block are those of gemm_gelu's places, with its GELU.
+BUILT_ON = {
+    "callbacks.evaluation_ranks": {"callbacks.async_scoring"},
+    "callbacks.fp8_linear": {"callbacks.gemm_gelu"},
+}
 
 
 def room_of(module: str) -> str | None:

@@ -85,10 +85,11 @@ def cases() -> list[Case]:
 
 
 def large_512(*, variants: str = ",".join(each.name for each in VARIANTS), batch_size: int = 56) -> Iterator[Row]:
-    """Yield rates of variants on lengths like Wikipedia's."""
+    """Yield rates of variants on lengths like Wikipedia's; `large_512_b112` is the case of 112 sequences a step."""
+    case = "large_512" if batch_size == 56 else f"large_512_b{batch_size}"
     with Corpus(generated_lengths(SEQUENCES)) as folder:
         for variant in (each for each in VARIANTS if each.name in variants.split(",")):
-            yield from rate_rows(variant, folder, "large_512", batch_size=batch_size)
+            yield from rate_rows(variant, folder, case, batch_size=batch_size)
 
 
 def large_512_rows2() -> Iterator[Row]:
