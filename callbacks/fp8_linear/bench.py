@@ -49,7 +49,7 @@ def feed_forward() -> Iterator[Row]:
         scales = Scales(no_scales(6).cuda(), set(), scaling)
         return lambda x, w, b, w_2, b_2: fp8_feed_forward(x, w, b, w_2, b_2, scales, "tanh")
 
-    variants = {
+    variants: dict[str, Run] = {
         "eager": plain,
         "compile": torch.compile(plain, fullgraph=True, dynamic=False),
         "gemm_gelu": partial(linear_gelu_linear, approximate="tanh"),
@@ -71,7 +71,7 @@ def projections() -> Iterator[Row]:
         scales = Scales(no_scales(3).cuda(), set(), scaling)
         return lambda x, *parameters: torch.cat(fp8_linear(x, parameters[:3], parameters[3:], scales), dim=1)
 
-    variants = {
+    variants: dict[str, Run] = {
         "eager": plain,
         "compile": torch.compile(plain, fullgraph=True, dynamic=False),
         "ours": fp8(Scaling()),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def cast(request: Request, tiling: Tiling | None = None) -> Cast:
     tiling = tiling or TILING
     first = request.parts[0]
     rows, columns = request.shape
-    options = {"dtype": request.dtype, "device": first.device}
+    options: dict[str, Any] = {"dtype": request.dtype, "device": first.device}
     out = torch.empty(rows, columns, **options) if request.rows else None
     turned = torch.empty(columns, rows, **options) if request.turned else None
     words = None if turned is None else turned.view(torch.int32)

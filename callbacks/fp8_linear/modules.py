@@ -1,6 +1,5 @@
 """The modules in the places of a model's own, around the same parameters."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -93,7 +92,8 @@ def in_fp8(module: nn.Module, scaling: Scaling) -> nn.Module:
         return _with_scales(module, FP8JoinedLinear, linear.TENSORS, scaling)
     if isinstance(module, nn.Linear):
         return _with_scales(module, FP8Linear, linear.TENSORS, scaling)
-    fused = _with_scales(module, _derived(type(module)), feed_forward.TENSORS, scaling)
+    derived = _derived(type(module))  # type: ignore[arg-type]
+    fused = _with_scales(module, derived, feed_forward.TENSORS, scaling)
     parts: Any = module
     vars(fused)["_form"] = form_of(parts.intermediate.intermediate_act_fn)
     return fused
@@ -117,6 +117,5 @@ def _derived(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _unpickled(kind: type[nn.Module]) -> nn.Module:
-    make: Callable[[type[nn.Module]], type[nn.Module]] = _derived
-    derived = make(kind)
+    derived = _derived(kind)  # type: ignore[arg-type]
     return derived.__new__(derived)

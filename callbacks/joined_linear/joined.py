@@ -21,7 +21,8 @@ class JoinedLinear(nn.Module):
 
     def forward(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Return (..., out) of each layer; either all have a bias or none."""
-        weight = torch.cat([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weight = torch.cat(tuple(layer.weight for layer in layers))
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        return linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+        parts: tuple[Tensor, ...] = linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+        return parts

@@ -59,6 +59,7 @@ def packed_attention(
     if backend in ("dense", "cudnn"):
         if mask is None:
             mask = mask_for(backend, cu_seqlens, rows, len(query) // rows, query.dtype, causal=causal)
+        assert mask is not None
         attend = _dense if backend == "dense" else _cudnn
         return attend(query, key, value, mask, dropout, scale)
     if backend == "flash_attn":
