@@ -31,6 +31,7 @@ from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher,
 from fasttrain.callbacks.evaluation_cache import EvaluationCache, EvaluationCacheOptimization
 from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRanksOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
+from fasttrain.callbacks.fp8_linear import FP8LinearOptimization, FP8Linears
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
 from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
@@ -65,6 +66,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "evaluation_cache": EvaluationCacheOptimization,
     "evaluation_ranks": EvaluationRanksOptimization,
     "focal_loss": FocalLossOptimization,
+    "fp8_linear": FP8LinearOptimization,
     "frozen_bn": FrozenBNOptimization,
     "gemm_gelu": GemmGELUOptimization,
     "gemm_relu": GemmReLUOptimization,
@@ -109,6 +111,8 @@ __all__ = [
     "EvaluationCacheOptimization",
     "EvaluationRanks",
     "EvaluationRanksOptimization",
+    "FP8LinearOptimization",
+    "FP8Linears",
     "FeedForward",
     "FocalLoss",
     "FocalLossOptimization",

@@ -15,6 +15,8 @@ from torch import Tensor
 from fasttrain.callbacks.sequence_packing import (
     attention,
     block_diagonal,
+    block_diagonal_rows,
+    mask_for,
     mask_of_rows,
     packed_attention,
 )
@@ -76,3 +78,16 @@ def test_masks_by_offsets_and_by_rows_are_the_same(causal: bool) -> None:
     for row in range(rows):
         assert torch.equal(whole[row, :, row], by_row[row, 0])
         assert not whole[row, :, torch.arange(rows) != row].any()
+
+
+def test_a_backend_s_mask_is_bool_or_a_bias() -> None:
+    offsets = torch.tensor([0, 2, 4, 8], dtype=torch.int32)
+    allowed = mask_for("dense", offsets, 2, 4, torch.float32)
+    assert allowed is not None
+    assert torch.equal(allowed, block_diagonal_rows(offsets, 2, 4))
+    bias = mask_for("cudnn", offsets, 2, 4, torch.bfloat16)
+    assert bias is not None
+    assert bias.dtype == torch.bfloat16
+    assert torch.equal(bias == 0, allowed)
+    assert bool((bias[~allowed] == -torch.inf).all())
+    assert mask_for("varlen", offsets, 2, 4, torch.bfloat16) is None

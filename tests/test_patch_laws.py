@@ -16,7 +16,8 @@ from fasttrain.optimization import Applies, Context, ExampleBatch, Refuses
 from fasttrain.patches import PatchCallback, PatchOptimization
 from fasttrain.plan import requested
 
-CPU = Hardware("cpu", "cpu", "a CPU", 2)
+# A device on which every room says yes, and that is here; a room that needs 16 bits is asked about a run with them.
+HERE = Hardware("cpu", "cpu", "a CPU", 2, capability=(9, 0))
 every_room = pytest.mark.parametrize(
     "name", [name for name, room in CATALOGUE.items() if issubclass(room, PatchOptimization)]
 )
@@ -93,7 +94,9 @@ def test_its_door_believes_what_it_measures(name: str, ours_ms: float, monkeypat
 
     monkeypatch.setattr(StepProbe, "sample_ms", timed)
     asked = frozenset({"channels_last"})
-    verdict = optimization(name).check(Context(Module(), Data(), CPU, example=ExampleBatch(Data()), asked_for=asked))
+    verdict = optimization(name).check(
+        Context(Module(), Data(), HERE, "bf16-mixed", example=ExampleBatch(Data()), asked_for=asked)
+    )
     if ours_ms == 5.0:
         assert isinstance(verdict, Applies)
         assert verdict.note.endswith("sites; measured 5 ms a step against 10 (2.00 times)")

@@ -5,6 +5,7 @@ from fasttrain.callbacks.sequence_packing.attention import (
     attention_backend,
     block_diagonal,
     block_diagonal_rows,
+    mask_for,
     mask_of_rows,
     packed_attention,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "histogram_of",
     "lengths_of",
     "make_plan",
+    "mask_for",
     "mask_of_rows",
     "mean_loss",
     "mean_of_sequences",

@@ -14,7 +14,7 @@ from fasttrain.errors import MissingDependencyError
 # torch has it from 2.10 on; read here, since torch.compile can't look at signatures.
 varlen: Any = import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters) if varlen else frozenset()
-AttentionBackend = Literal["auto", "dense", "varlen", "flash_attn"]
+AttentionBackend = Literal["auto", "dense", "varlen", "flash_attn", "cudnn"]
 
 
 def packed_attention(
@@ -44,8 +44,9 @@ def packed_attention(
             made row by row. Other backends have no use for it.
         backend: `auto` is a variable-length kernel for float16 and bfloat16 on an NVIDIA GPU: torch's, or flash-attn's
             where torch has none; else `dense`, which any device and dtype can do, at the cost of a weight for each pair
-            of tokens in a row.
-        mask: what `block_diagonal_rows` has made of these offsets, where several layers share it; `dense` makes it anew
+            of tokens in a row. `cudnn` is cuDNN's attention over rows with a bias for each pair, for float16 and
+            bfloat16 on an NVIDIA GPU: more arithmetic, by kernels made for Hopper.
+        mask: what `mask_for` has made of these offsets, where several layers share it; `dense` and `cudnn` make it anew
             otherwise, and other backends have no use for it.
 
     Nothing waits for the GPU, so a step with it can be captured as a graph.
@@ -55,15 +56,32 @@ def packed_attention(
     """
     if backend == "auto":
         backend = attention_backend(query.device, query.dtype)
-    if backend == "dense":
+    if backend in ("dense", "cudnn"):
         if mask is None:
-            mask = block_diagonal_rows(cu_seqlens, rows, len(query) // rows, causal=causal)
-        return _dense(query, key, value, mask, dropout, scale)
+            mask = mask_for(backend, cu_seqlens, rows, len(query) // rows, query.dtype, causal=causal)
+        assert mask is not None
+        attend = _dense if backend == "dense" else _cudnn
+        return attend(query, key, value, mask, dropout, scale)
     if backend == "flash_attn":
         return _flash_attn(query, key, value, cu_seqlens, max_length, dropout, causal, scale)
     if dropout or not VARLEN_OPTIONS:
         return _operator(query, key, value, cu_seqlens, max_length, dropout, causal, scale)
     return _varlen(query, key, value, cu_seqlens, max_length, causal, scale)
+
+
+def mask_for(
+    backend: AttentionBackend, cu_seqlens: Tensor, rows: int, length: int, dtype: torch.dtype, *, causal: bool = False
+) -> Tensor | None:
+    """Return what `packed_attention` takes as a mask, (rows, 1, length, length); None for backends without one.
+
+    It is of bool for `dense`; for `cudnn` of the products' dtype, 0 and minus infinity, to be added to their logits.
+    """
+    if backend not in ("dense", "cudnn"):
+        return None
+    mask = block_diagonal_rows(cu_seqlens, rows, length, causal=causal)
+    if backend == "dense":
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def block_diagonal(cu_seqlens: Tensor, tokens: int, *, causal: bool = False) -> Tensor:
@@ -113,6 +131,14 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: flo
     q, k, v = (part.unflatten(0, (len(mask), -1)).transpose(1, 2) for part in (query, key, value))
     found = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return found.transpose(1, 2).flatten(0, 1)
+
+
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None) -> Tensor:
+    q, k, v = (part.unflatten(0, (len(bias), -1)).transpose(1, 2) for part in (query, key, value))
+    keep = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, keep, dropout, False, False, scale=scale)
+    output: Tensor = found[0].transpose(1, 2).flatten(0, 1)
+    return output
 
 
 def _varlen(

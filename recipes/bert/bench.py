@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ ROOMS: dict[str, dict[str, Any]] = {
     "gemm_gelu": {"measure": False},
     "layer_norm_dropout": {"measure": False},
 }
+FP8: dict[str, dict[str, Any]] = {
+    **PACKING,
+    "fp8_linear": {"measure": False, "leave": ("*.cls.*", "*.pooler.*")},
+    "layer_norm_dropout": {"measure": False},
+}
 GRAPH: dict[str, dict[str, Any]] = {"cuda_graph_step": {"warm_up": 4}}
 COMPILE: dict[str, dict[str, Any]] = {"compile": {"measure": False, "dynamic": False}}
 UNFUSED = {"attention": "dense", "fused_qkv": False, "dense_sequence_output": False}
@@ -48,11 +53,12 @@ Rooms = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is on: rooms, and choices of the model."""
+    """What is on: rooms, and choices of the model and of the optimizer."""
 
     name: str
     rooms: Rooms = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 VARIANTS = (
@@ -64,27 +70,42 @@ VARIANTS = (
     Variant("packed_rooms", ROOMS),
     Variant("packed_graph", {**PACKING, **GRAPH}),
     Variant("packed_compile_graph", {**PACKING, **COMPILE, **GRAPH}),
-    Variant("ours", {**ROOMS, **GRAPH}),
+    Variant("ours", {**ROOMS, **GRAPH}, optimizer={"fused": None}),
+    Variant("ours_fp8", {**FP8, **GRAPH}, optimizer={"fused": None}),
 )
+EVERY_VARIANT = ",".join(variant.name for variant in VARIANTS)
 
 
 def cases() -> list[Case]:
     """Return the recipe's bench cases."""
-    return [Case("bert", "large_512", "BERT-large at 512 tokens, 56 sequences a step, in Trainer.fit", large_512, True)]
+    large = "BERT-large at 512 tokens in Trainer.fit"
+    return [
+        Case("bert", "large_512", f"{large}, 56 sequences a step", large_512, True),
+        Case("bert", "large_512_rows2", f"{large}, 2 packed rows a step: eager against graph", large_512_rows2, True),
+    ]
 
 
-def large_512() -> Iterator[Row]:
-    """Yield rates of every variant on lengths like Wikipedia's."""
+def large_512(*, variants: str = EVERY_VARIANT, batch_size: int = 56) -> Iterator[Row]:
+    """Yield rates of variants on lengths like Wikipedia's; `large_512_b112` is the case of 112 sequences a step."""
+    case = "large_512" if batch_size == 56 else f"large_512_b{batch_size}"
     with Corpus(generated_lengths(SEQUENCES)) as folder:
-        for variant in VARIANTS:
-            yield from rate_rows(variant, folder)
+        for variant in (each for each in VARIANTS if each.name in variants.split(",")):
+            yield from rate_rows(variant, folder, case, batch_size=batch_size)
+
+
+def large_512_rows2() -> Iterator[Row]:
+    """Yield rates at the batch of MLPerf's largest runs, 2 packed rows for each GPU, where launches take the time."""
+    with Corpus(generated_lengths(SEQUENCES // 10)) as folder:
+        for name in ("packed", "packed_rooms", "packed_graph", "ours"):
+            variant = next(each for each in VARIANTS if each.name == name)
+            yield from rate_rows(variant, folder, "large_512_rows2", batch_size=4)
 
 
 def rate_rows(variant: Variant, folder: Path, case: str = "large_512", **options: Any) -> Iterator[Row]:
     """Yield sequences a second, ms a step and TFLOP/s of useful work of a variant."""
     windows = fit_windows(variant, folder, **options)
-    on = ", ".join(variant.rooms) or "no room"
-    note = f"bf16, LAMB, Trainer.fit with data; {on}" + "".join(f", {k}={v}" for k, v in variant.model.items())
+    choices = "".join(f", {key}={value}" for key, value in {**variant.model, **variant.optimizer}.items())
+    note = f"bf16, LAMB, Trainer.fit with data; {', '.join(variant.rooms) or 'no room'}{choices}"
     rates = [window.sequences / window.seconds for window in windows]
     yield make_row("bert", case, variant.name, "sequences_per_second", "1/s", rates, note)
     times = [1e3 * window.seconds / window.steps for window in windows]
@@ -134,7 +155,7 @@ class Windows(pl.Callback):
 
 def fit_windows(
     variant: Variant, folder: Path, *, model: Mapping[str, Any] | None = None, batch_size: int = 56, warm_up: int = 16,
-    size: int = 8, count: int = 5, workers: int | None = None,
+    size: int = 8, count: int = 5, workers: int | None = None, callbacks: Sequence[pl.Callback] = (),
 ) -> list[Window]:  # fmt: skip
     """Fit a variant and return windows of `size` steps.
 
@@ -142,10 +163,11 @@ def fit_windows(
         folder: a corpus, see `Corpus`.
         model: sizes, where they are not BERT-large's.
         batch_size: sequences a step; packed rows hold about as many.
+        callbacks: more of them.
     """
     torch.manual_seed(0)
     config = BertConfig(**{"vocab_size": VOCABULARY, **(model or {}), **variant.model})
-    module = BertTraining(TrainingConfig(config, OptimizerConfig(total_steps=6700)))
+    module = BertTraining(TrainingConfig(config, OptimizerConfig(**{"total_steps": 6700, **variant.optimizer})))
     data = CorpusData(folder, DataConfig(batch_size=batch_size, num_workers=workers, max_length=config.max_positions))
     hardware = Hardware.here()
     precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
@@ -163,7 +185,7 @@ def fit_windows(
             accelerator=hardware.kind, precision=precision, max_steps=warm_up + size * count + 1, max_epochs=-1,
             limit_val_batches=0, log_every_n_steps=size,
         ),
-        attachments, [windows], [], enable_progress_bar=False,
+        attachments, [windows, *callbacks], [], enable_progress_bar=False,
     )  # fmt: skip
     trainer.fit(module, datamodule=data_module(attachments, data))
     return windows.windows()

@@ -1,6 +1,7 @@
 """BERT's data: MLPerf's HDF5 rows, any text, or, when none is given, the text that comes with every Python."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +18,17 @@ from fasttrain.recipes.bert.documents import TextFormat, pythons_documents, pyth
 from fasttrain.recipes.bert.hdf5 import hdf5_files, write_hdf5
 from fasttrain.recipes.bert.kept import made_once
 from fasttrain.recipes.bert.masking import Masking
-from fasttrain.recipes.bert.sequences import StoredSequences
+from fasttrain.recipes.bert.sequences import LISTS, POSITIONS, StoredSequences
 from fasttrain.recipes.bert.text import documents_in, split, write_pairs
+from fasttrain.recipes.bert.unpadding import ExchangedOrder, unpadded
 from fasttrain.recipes.bert.wordpiece import CLS, MASK, SEP, Vocabulary
 
 VERSION = 1  # raise it whenever the same configuration would give other sequences
 READING_ONLY = (
     "batch_size", "val_batch_size", "num_workers", "cache_folder", "val_sequences", "masks", "masked_share",
-    "max_predictions",
+    "max_predictions", "unpadding", "exchange_padding",
 )  # fmt: skip
 """What changes no file."""
-LISTS, POSITIONS = ("masked_lm_ids",), ("masked_lm_positions",)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class DataConfig:
     """Sequences an evaluation step and process; null is `batch_size`."""
     seed: int = 0
     """Of the pairs, the masks and the order."""
+    unpadding: bool = False
+    """Training batches of all tokens one behind another, without padding, where `sequence_packing` is off. Shapes then
+    follow the batch, so a captured step would be captured anew for most."""
+    exchange_padding: bool = False
+    """With `unpadding`, deal each global batch to the processes so that all have about as many tokens."""
     num_workers: int | None = None
     """Loader processes; null is the usable cores less one on a machine with more than 4 of them, else none."""
     cache_folder: str | None = None
@@ -79,6 +85,10 @@ class DataConfig:
         if bool(self.hdf5) != bool(self.val_hdf5) or (self.val_text and not self.text):
             missing = "text" if self.val_text else "val_hdf5" if self.hdf5 else "hdf5"
             raise ConfigError(f"data.{missing} is not set, but its counterpart is; give both.")
+        if self.exchange_padding and not self.unpadding:
+            raise ConfigError(
+                "data.exchange_padding is set without data.unpadding: padded batches are all of one size; set both."
+            )
         for name, least in (("batch_size", 1), ("max_length", 8), ("max_predictions", 1), ("masks", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -154,7 +164,13 @@ class BertData(pl.LightningDataModule):
                 f"data.batch_size is {batch_size}, but each of {world_size} process(es) has only "
                 f"{size // world_size} training sequences; lower it, or give more text."
             )
-        order = EpochOrder(size, shuffle=True, seed=self.config.seed, rank=rank, world_size=world_size, even=True)
+        options: Any = {
+            "shuffle": True, "seed": self.config.seed, "rank": rank, "world_size": world_size, "even": True
+        }  # fmt: skip
+        if self.config.exchange_padding:
+            order: EpochOrder = ExchangedOrder(self._sets["train"].lengths(), batch_size, **options)
+        else:
+            order = EpochOrder(size, **options)
         return self._loader("train", order, batch_size, drop_last=True)
 
     def val_dataloader(self) -> ResumableLoader:
@@ -175,10 +191,15 @@ class BertData(pl.LightningDataModule):
             batch_size=batch_size,
             drop_last=drop_last,
             num_workers=workers,
-            collate_fn=partial(padded, max_length=self.config.max_length, most=self.config.max_predictions),
+            collate_fn=self._collate(name),
             pin_memory=on_gpu,
             persistent_workers=workers > 0,
         )
+
+    def _collate(self, name: str) -> Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]:
+        if name == "train" and self.config.unpadding:
+            return unpadded
+        return partial(padded, max_length=self.config.max_length, most=self.config.max_predictions)
 
     def _rank(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

@@ -6,10 +6,9 @@ by `Sequences`, so that padded rows and packed rows take the same way.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from fasttrain.callbacks.joined_linear import JoinedLinear
 from fasttrain.callbacks.sequence_packing import AttentionBackend, packed_attention
 from fasttrain.recipes.bert.config import BertConfig
 
@@ -21,10 +20,10 @@ class Sequences(NamedTuple):
     """(sequences + 1,) int32 offsets into the flattened rows."""
     rows: int
     length: int
-    """Tokens in a row."""
+    """Tokens of the longest sequence, at most."""
     backend: AttentionBackend
     mask: Tensor | None
-    """(rows, 1, length, length) bool for the dense backend, the same in all layers."""
+    """What `sequence_packing.mask_for` makes, the same in all layers."""
 
 
 class BertEmbeddings(nn.Module):
@@ -48,13 +47,13 @@ class BertEmbeddings(nn.Module):
 class BertSelfAttention(nn.Module):
     """Attention within each sequence.
 
-    With `fused_qkv` the three projections are one product: their weights, which stay parameters by themselves, are
-    joined in each forward. For BERT-large that copies 12 MB a layer, where three products would each read the input.
+    With `fused_qkv` the three projections are one product.
     """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.heads, self.fused, self.dropout = config.num_heads, config.fused_qkv, config.attention_dropout
+        self.heads, self.dropout = config.num_heads, config.attention_dropout
+        self.joined = JoinedLinear("query", "key", "value") if config.fused_qkv else None
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
@@ -77,10 +76,7 @@ class BertSelfAttention(nn.Module):
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, ...]:
         parts = (self.query, self.key, self.value)
-        if not self.fused:
-            return tuple(part(hidden) for part in parts)
-        weight = torch.cat([part.weight for part in parts])
-        return linear(hidden, weight, torch.cat([part.bias for part in parts])).chunk(3, dim=-1)
+        return tuple(part(hidden) for part in parts) if self.joined is None else self.joined(hidden, *parts)
 
 
 class BertSelfOutput(nn.Module):

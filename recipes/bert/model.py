@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fasttrain.callbacks.sequence_packing import attention_backend, block_diagonal_rows
+from fasttrain.callbacks.sequence_packing import attention_backend, mask_for
 from fasttrain.errors import DataError
 from fasttrain.recipes.bert.config import BertConfig
 from fasttrain.recipes.bert.layers import BertEmbeddings, BertLayer, Sequences
@@ -65,10 +65,13 @@ class BertModel(nn.Module):
         rows, length = input_ids.shape
         words = self.embeddings.word_embeddings.weight
         asked = self.config.attention
-        backend = attention_backend(words.device, _dtype_of_products(words)) if asked == "auto" else asked
-        mask = block_diagonal_rows(cu_seqlens, rows, length) if backend == "dense" else None
+        dtype = _dtype_of_products(words)
+        backend = attention_backend(words.device, dtype) if asked == "auto" else asked
+        mask = mask_for(backend, cu_seqlens, rows, length, dtype)
         hidden = self.embeddings(input_ids.flatten(), token_type_ids.flatten(), position_ids.flatten())
-        encoded: Tensor = self.encoder(hidden, Sequences(cu_seqlens, rows, length, backend, mask))
+        encoded: Tensor = self.encoder(
+            hidden, Sequences(cu_seqlens, rows, min(length, self.config.max_positions), backend, mask)
+        )
         return encoded
 
 
@@ -140,17 +143,17 @@ class BertForPreTraining(nn.Module):
             attention_mask: (rows, length), 1 for tokens and 0 for the padding behind them; for a sequence in each row,
                 where there is no `cu_seqlens`. Without both, every row is a full sequence.
             token_type_ids: (rows, length) segments; zeros where there are none.
-            position_ids: (rows, length); None counts from each row's begin.
+            position_ids: (rows, length), smaller than the model's positions; None counts from each row's begin.
             cu_seqlens: offsets of the flattened rows' sequences, see `sequence_packing.collate_rows`.
             sequence_starts: places of the sequences' first tokens in the flattened rows, in any shape; None is a
                 sequence for each row.
             masked_lm_positions: (rows, places) in each row where words are predicted; None predicts at all.
 
         Raises:
-            DataError: rows are longer than the model has positions.
+            DataError: rows are longer than the model has positions, and no positions are given.
         """
         rows, length = input_ids.shape
-        if length > self.config.max_positions:
+        if position_ids is None and length > self.config.max_positions:
             raise DataError(
                 f"rows have {length} tokens, and the model has {self.config.max_positions} positions; lower "
                 "data.max_length, or raise module.model.max_positions."

@@ -75,6 +75,10 @@ class BertTraining(pl.LightningModule):
             mean_loss(output.seq_relationship_logits, batch[RELATION], _total(batch, RELATION)),
         )
 
+    def samples_in(self, batch: Batch) -> int:
+        """Return the sequences of a batch, by its shapes: rows of one each, or all in a row without padding."""
+        return len(batch["sequence_starts"])
+
     def on_validation_epoch_start(self) -> None:
         """Begin to count."""
         self._scores = torch.zeros(5, dtype=torch.float64, device=self.device)

@@ -30,6 +30,8 @@ class OptimizerConfig:
     total_steps: int | None = None
     """Step at which the learning rate is 0; null is the run's last."""
     decay_power: float = 1.0
+    fused: bool | None = False
+    """Have LAMB's step done by Triton kernels; null takes them on an NVIDIA GPU, where they can be."""
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig, run_steps: float) -> dict[str, Any]:
@@ -50,7 +52,10 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig, run_steps: float)
     groups = parameter_groups(module, config.weight_decay)
     optimizer: torch.optim.Optimizer
     if config.name == "lamb":
-        optimizer = LAMB(groups, lr=config.lr, betas=config.betas, eps=config.eps, max_grad_norm=config.max_grad_norm)
+        optimizer = LAMB(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, max_grad_norm=config.max_grad_norm,
+            fused=config.fused,
+        )  # fmt: skip
     else:
         groups = [{name: value for name, value in group.items() if name != "adapt"} for group in groups]
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)

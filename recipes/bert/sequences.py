@@ -19,6 +19,9 @@ from fasttrain.recipes.bert.masking import Masking
 PARTS = ("tokens", "lengths", "first_lengths", "next_sentence_label", "masked_counts", "masked_positions", "masked_ids")
 """Files of a folder, arrays of numbers without a header; the last three only where masks were drawn before."""
 
+LISTS, POSITIONS = ("masked_lm_ids",), ("masked_lm_positions",)
+"""Values of a sequence with an entry for each masked token, and those that are places in it."""
+
 
 class SequenceWriter:
     """Appends sequences to a folder; see `writing`."""
