@@ -20,7 +20,7 @@ from fasttrain.fit import fit
 from fasttrain.judgement import yaml_text
 from fasttrain.measure import Row, make_row
 from fasttrain.recipe import find_recipe, resolve
-from fasttrain.recipes.retinanet import bench_step
+from fasttrain.recipes.retinanet import bench_fit, bench_step
 from fasttrain.recipes.retinanet.optimizer import OptimizerConfig
 
 DATA_VARIABLE = "FASTTRAIN_TXL_PBC"
@@ -51,6 +51,7 @@ def cases() -> list[Case]:
             needs_gpu=True,
         ),
         *bench_step.cases(),
+        *bench_fit.cases(),
     ]
 
 
