@@ -27,6 +27,7 @@ from fasttrain.measure import Row, make_row
 from fasttrain.quiet import quiet_libraries
 from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.retinanet.bench_roofline import roofline_rows
+from fasttrain.recipes.retinanet.bench_weights import backbone_file
 from fasttrain.recipes.retinanet.optimizer import OptimizerConfig
 from fasttrain.recipes.retinanet.peer import PlainCoco, TorchvisionRetinaNet, plain_loader
 from fasttrain.step_clock import StepClock
@@ -54,8 +55,14 @@ class Work:
 
     def annotations(self, batches: int) -> Path:
         """Return a COCO file of so many batches, whose images lie beside it."""
-        paths = photo_like_jpegs(cache_folder() / "bench-images", self.files, (self.width, self.height), self.quality)
-        return detection_files(paths, self.height, self.width, batches * self.batch_size, self.classes)
+        return detection_files(self._pictures(), self.height, self.width, batches * self.batch_size, self.classes)
+
+    def weights(self) -> Path:
+        """Return a backbone that stands in for a pretrained one."""
+        return backbone_file(self._pictures()[:16])
+
+    def _pictures(self) -> list[Path]:
+        return photo_like_jpegs(cache_folder() / "bench-images", self.files, (self.width, self.height), self.quality)
 
 
 MLPERF = Work()
@@ -134,7 +141,7 @@ def plain(
     """Yield the rows of torchvision's RetinaNet in plain Lightning, with 16 worker processes at most."""
     annotations = work.annotations(steps.last + 8)
     dataset = PlainCoco(annotations.parent, annotations, flip=True)
-    module = TorchvisionRetinaNet(dataset.coco, work.image_size, OptimizerConfig(), frozen=True)
+    module = TorchvisionRetinaNet(dataset.coco, work.image_size, OptimizerConfig(), str(work.weights()))
     workers = min(16, usable_cores()) if workers is None else workers
     clock = StepClock("cuda" if accelerator == "gpu" else "cpu")
     with quiet_libraries():
@@ -156,8 +163,7 @@ def _everything_on(annotations: Path, work: Work) -> list[str]:
         *(f"data.{split}_annotations={annotations}" for split in ("train", "val")),
         f"data.image_size=[{height}, {width}]",
         f"data.batch_size={work.batch_size}",
-        "module.model.norm=frozen",
-        "module.model.trainable_layers=3",
+        f"module.model.weights={work.weights()}",  # so batch norm is frozen, and conv1 and layer1 do not train
         "checkpoint.every_n_minutes=null",
         "trainer.max_epochs=1",
         # The unit that decodes JPEGs takes all of them, so that the cores are left to the step.

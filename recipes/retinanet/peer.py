@@ -60,16 +60,19 @@ class TorchvisionRetinaNet(pl.LightningModule):
         truth: of the validation set; its categories are the classes.
         image_size: height and width that torchvision's transform resizes to.
         optimizer: and schedule.
-        frozen: constants for batch norm, and conv1 and layer1 do not train, as in MLPerf; else everything trains.
+        weights: file of a pretrained backbone. With it batch norm is constants and conv1 and layer1 do not train, as in
+            MLPerf; with none everything trains.
     """
 
     def __init__(
-        self, truth: COCO, image_size: tuple[int, int], optimizer: OptimizerConfig, frozen: bool = False
+        self, truth: COCO, image_size: tuple[int, int], optimizer: OptimizerConfig, weights: str | None = None
     ) -> None:
         super().__init__()
         self.truth, self.optimizer_config = truth, optimizer
-        body = resnext50_32x4d(weights=None, norm_layer=FrozenBatchNorm2d if frozen else None)
-        layers, extra = (3 if frozen else 5), LastLevelP6P7(2048, 256)
+        body = resnext50_32x4d(weights=None, norm_layer=FrozenBatchNorm2d if weights else None)
+        if weights:
+            body.load_state_dict(torch.load(weights, weights_only=True))
+        layers, extra = (3 if weights else 5), LastLevelP6P7(2048, 256)
         backbone = _resnet_fpn_extractor(body, layers, returned_layers=[2, 3, 4], extra_blocks=extra)
         self.model = RetinaNet(backbone, len(truth.cats), fixed_size=image_size)
         self.category_of = sorted(truth.cats)
