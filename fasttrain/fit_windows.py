@@ -1,10 +1,12 @@
 """A fit's steady state: what each step took, window by window, while everything is on that a run has on."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 
+from fasttrain.measure import synchronize
 from fasttrain.step_clock import StepClock, StepTime
 from fasttrain.trainer import stop_now
 
@@ -37,3 +39,24 @@ def samples_per_second(windows: Sequence[Sequence[StepTime]], batch_size: int) -
 def data_wait_fraction(windows: Sequence[Sequence[StepTime]]) -> list[float]:
     """Return the share of each window's time in which nothing ran because the next batch was not there."""
     return [sum(step.data_wait for step in window) / sum(step.whole for step in window) for window in windows]
+
+
+class Started(pl.Callback):
+    """Notes when a fit has got going: everything is compiled, captured and warm after its first few batches.
+
+    Args:
+        batches: of the first epoch that belong to the start.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.at: float | None = None
+        """`time.time()` when the last of them was done, on the device too; None before."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the clock."""
+        if self.at is None and batch_idx + 1 >= self.batches:
+            synchronize(pl_module.device)
+            self.at = time.time()

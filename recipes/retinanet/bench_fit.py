@@ -28,6 +28,7 @@ from fasttrain.quiet import quiet_libraries
 from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.retinanet.bench_roofline import roofline_rows
 from fasttrain.recipes.retinanet.bench_weights import backbone_file
+from fasttrain.recipes.retinanet.model import RetinaNetConfig
 from fasttrain.recipes.retinanet.optimizer import OptimizerConfig
 from fasttrain.recipes.retinanet.peer import PlainCoco, TorchvisionRetinaNet, plain_loader
 from fasttrain.step_clock import StepClock
@@ -132,7 +133,8 @@ def full(work: Work, steps: Steps, profiled: StepProfile | None = None) -> Itera
         note = f"fasttrain fit, {_acting(outcome.folder)}; {resolved.config.trainer.precision}"
     yield from _rows("full", clock, steps, work.batch_size, note)
     if profiled is not None:
-        yield from roofline_rows(CASE, "full", profiled.kernels, work.image_size, work.batch_size, work.classes, note)
+        config = RetinaNetConfig(work.classes, image_size=work.image_size, norm="frozen", trainable_layers=3)
+        yield from roofline_rows(CASE, "full", profiled.kernels, config, work.batch_size, note)
 
 
 def plain(

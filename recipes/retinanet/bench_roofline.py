@@ -1,6 +1,7 @@
 """Where the time of RetinaNet's step goes on a GPU, kernel by kernel, and what its convolutions reach of the peak."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -33,9 +34,8 @@ def roofline_rows(
     case: str,
     variant: str,
     kernels: Sequence[Kernel],
-    image_size: tuple[int, int],
+    config: RetinaNetConfig,
     batch_size: int,
-    classes: int,
     note: str,
     tell: bool = True,
 ) -> Iterator[Row]:
@@ -43,6 +43,9 @@ def roofline_rows(
 
     Args:
         kernels: of a few replayed steps (see `StepProfile`); without any there are no rows.
+        config: of the model.
+        batch_size: of a step.
+        note: for every row.
         tell: print the longest kernels, for whoever looks for what is to be gained.
     """
     begin, end, steps = window_of(kernels)
@@ -62,7 +65,7 @@ def roofline_rows(
     yield row(
         "data_beside_ms", "ms", beside[DATA] / steps / 1e3, "kernels of the loader, most of it under the step's; "
     )
-    flop, floor_ms = convolution_work(image_size, batch_size, classes)
+    flop, floor_ms = convolution_work(config, batch_size)
     reached = flop / (times["convolutions"] / steps / 1e6)
     peak = f"of {H200_FLOP_PER_SECOND / 1e12:.0f} that a large matrix product reaches; "
     yield row("convolutions_tflop_per_s", "TFLOP/s", reached / 1e12, peak)
@@ -71,13 +74,11 @@ def roofline_rows(
         print(_table(kernels, begin, end, steps), flush=True)
 
 
-def convolution_work(image_size: tuple[int, int], batch_size: int, classes: int) -> tuple[float, float]:
+def convolution_work(config: RetinaNetConfig, batch_size: int) -> tuple[float, float]:
     """Return the FLOP of a step's convolutions, backward included, and the milliseconds that they take at least."""
     with torch.device("meta"):
-        model = RetinaNet(
-            RetinaNetConfig(num_classes=classes, image_size=image_size, norm="frozen", trainable_layers=3)
-        )
-        images = torch.empty((batch_size, 3, *image_size))
+        model = RetinaNet(replace(config, weights=None))
+        images = torch.empty((batch_size, 3, *config.image_size))
     flop = [0.0]
 
     def count(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:

@@ -43,11 +43,12 @@ def random_backbone(pictures: Sequence[Path], side: int) -> nn.Module:
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None  # the mean over all forwards, of which there is one
-    images = torch.stack([_image(picture, side) for picture in pictures])
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
-    network.train()((images / 255 - mean) / std)
+    network.train()(normalised(pictures, side))
     return network.eval()
 
 
-def _image(picture: Path, side: int) -> Tensor:
-    return pil_to_tensor(Image.open(picture).convert("RGB").resize((side, side))).float()
+def normalised(pictures: Sequence[Path], side: int) -> Tensor:
+    """Return pictures as the network takes them, float32 (B, 3, side, side)."""
+    images = [pil_to_tensor(Image.open(file).convert("RGB").resize((side, side))) for file in pictures]
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGE_MEAN, IMAGE_STD))
+    return (torch.stack(images) / 255 - mean) / std
