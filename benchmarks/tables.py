@@ -7,7 +7,11 @@ A document says where a table goes and what is in it; what stands between the tw
     <!-- rows focal_loss fwd_bwd_ms; mlperf_b16 = fp16, mlperf_b16_bf16 = bf16; eager, ours_graph = ours, floor -->
     <!-- end of rows -->
 
-subject and metric; cases and variants, each with the name it goes by in the table where that is another.
+subject and metric; cases and variants, each with the name it goes by in the table where that is another. Several
+metrics of one case and variant, such as the parts of a step, stand below one another:
+
+    <!-- parts retinanet openimages_800_b32_roofline full; step_ms = the step, convolutions_ms = convolutions -->
+    <!-- end of rows -->
 """
 
 import re
@@ -21,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(
     r"(<!-- rows (?P<what>[^;\n]+);(?P<cases>[^;\n]+);(?P<variants>[^;\n]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL
 )
+PARTS = re.compile(r"(<!-- parts (?P<what>[^;\n]+);(?P<metrics>[^;\n]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 BOUNDS = ("floor", "copy")
 """Variants that compute less than was asked for: nothing is compared with them."""
 MISSING = "not measured"
@@ -36,11 +41,28 @@ def with_tables(text: str) -> str:
 
     def replaced(block: re.Match[str]) -> str:
         subject, metric = block["what"].split()
-        path = ROOT / "benchmarks" / "results" / f"{subject}.csv"
-        rows = [row for row in read_rows(path) if row.metric == metric] if path.exists() else []
+        rows = [row for row in _rows(subject) if row.metric == metric]
         return block[1] + "\n".join(_table(rows, _names(block["cases"]), _names(block["variants"]))) + "\n" + block[5]
 
-    return BLOCK.sub(replaced, text)
+    def parts(block: re.Match[str]) -> str:
+        subject, case, variant = block["what"].split()
+        rows = {row.metric: row for row in _rows(subject) if (row.case, row.variant) == (case, variant)}
+        return block[1] + "\n".join(_parts(rows, _names(block["metrics"]))) + "\n" + block[4]
+
+    return PARTS.sub(parts, BLOCK.sub(replaced, text))
+
+
+def _rows(subject: str) -> list[Row]:
+    path = ROOT / "benchmarks" / "results" / f"{subject}.csv"
+    return read_rows(path) if path.exists() else []
+
+
+def _parts(rows: dict[str, Row], metrics: dict[str, str]) -> list[str]:
+    """Return a line for each metric, in the order asked for."""
+    found = [rows[metric] for metric in metrics if metric in rows]
+    texts = {row.metric: f"{row.value:.4g} {row.unit}".strip() for row in found}
+    lines = [f"| {label} | {texts.get(metric, MISSING)} |" for metric, label in metrics.items()]
+    return ["| | |", "|---|---|", *lines, "", *_captions([row for row in found if row.value])]
 
 
 def _names(text: str) -> dict[str, str]:
@@ -69,6 +91,8 @@ def _cell(row: Row | None, of_case: Sequence[Row | None]) -> str:
     timed = [other.value for other in of_case if other is not None and other.variant not in BOUNDS]
     best = max(timed) if row.unit.endswith("/s") else min(timed)
     text = f"{row.value:.4g}"
+    if not row.unit:  # a score or a share, of which nobody here knows whether more is better
+        return text
     return f"**{text}**" if row.value == best and row.variant not in BOUNDS else text
 
 
