@@ -26,6 +26,7 @@ from fasttrain.callbacks.device_prefetch import DeviceBatches, DevicePrefetcher,
 from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRanksOptimization
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
+from fasttrain.callbacks.frozen_stem import FrozenStemOptimization, FusedFrozenStem
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
 from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
 from fasttrain.callbacks.layer_norm_dropout import (
@@ -57,6 +58,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "evaluation_ranks": EvaluationRanksOptimization,
     "focal_loss": FocalLossOptimization,
     "frozen_bn": FrozenBNOptimization,
+    "frozen_stem": FrozenStemOptimization,
     "gemm_gelu": GemmGELUOptimization,
     "gemm_relu": GemmReLUOptimization,
     "layer_norm_dropout": LayerNormDropoutOptimization,
@@ -105,6 +107,7 @@ __all__ = [
     "FusedDropoutAddLayerNorm",
     "FusedFocalLoss",
     "FusedFrozenBN",
+    "FusedFrozenStem",
     "FusedGemmGELU",
     "FusedGemmReLU",
     "FusedOptimizers",
