@@ -196,6 +196,25 @@ def test_a_process_that_fails_is_told_of(folder: Path, monkeypatch: pytest.Monke
     assert in_its_own_process(order(folder, "full", 0.5)) == Report(1.0, 2.0, 3.0, [0.5], {"steps": 7})
 
 
+def test_each_seed_is_a_process_with_its_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = folder / "orders"
+    answer = json.dumps(asdict(Report(1.0, 2.0, 3.0, [0.5], {"steps": 7})))
+    script = folder / "python.sh"
+    script.write_text(f"#!/bin/sh\necho \"$3\" >> {orders}\necho '{answer}'\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setenv("FASTTRAIN_TXL_PBC", str(folder))
+    rows = list(bench_target.to_target(seeds="3 5", epochs=4, every=2, target=0.4, more="trainer.benchmark=false"))
+    assert [(row.variant, row.metric, row.repeats) for row in rows[:1]] == [("full", "seconds_to_target", 2)]
+    given = [json.loads(line) for line in orders.read_text().splitlines()]
+    assert [(order["variant"], order["seed"]) for order in given] == [(v, s) for v in ("full", "plain") for s in (3, 5)]
+    for order in given:
+        assert Order(**order).optimizer == {**asdict(OPTIMIZER), "betas": list(OPTIMIZER.betas)}
+        wanted = {"target.stop=true", "target.value=0.4", "trainer.max_epochs=4", "trainer.check_val_every_n_epoch=2"}
+        assert wanted <= set(order["overrides"])
+        assert order["overrides"][-1] == "trainer.benchmark=false", "what is given last counts"
+
+
 def test_both_loaders_cases_train(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nvidia.dali")
     monkeypatch.setenv("FASTTRAIN_TXL_PBC", str(folder))

@@ -71,7 +71,7 @@ class Body(nn.Module):
                 parameter.requires_grad_(False)
 
 
-class TopDown(FeaturePyramidNetwork):
+class TopDown(FeaturePyramidNetwork):  # type: ignore[misc]
     """torchvision's pyramid, whose maps stay in the dtype of their convolutions.
 
     Under autocast torchvision's `interpolate` gives float32 maps: twice the bytes, and a conversion at either end.

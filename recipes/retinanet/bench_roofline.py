@@ -89,7 +89,7 @@ def convolution_work(config: RetinaNetConfig, batch_size: int) -> tuple[float, f
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d):
             module.register_forward_hook(count)
-    floor_ms = convolutions_floor_ms(model, lambda m: m.forward_levels(images))
+    floor_ms = convolutions_floor_ms(model, lambda m: model.forward_levels(images))
     return flop[0], floor_ms
 
 

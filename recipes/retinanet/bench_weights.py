@@ -39,7 +39,7 @@ def random_backbone(pictures: Sequence[Path], side: int) -> nn.Module:
     """Return a random network, the same at every call, after one forward of all pictures in training mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = resnext50_32x4d(weights=None)
+        network: nn.Module = resnext50_32x4d(weights=None)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None  # the mean over all forwards, of which there is one
