@@ -108,10 +108,13 @@ def _captions(rows: Sequence[Row]) -> list[str]:
         repeats = sorted({row.repeats for row in measured})
         cores = cpu.split(", ")[1] if ", " in cpu else cpu
         versions = f"torch {torch}" + (f", cuDNN {int(cudnn) // 10000}.{int(cudnn) % 10000 // 100}" if cudnn else "")
-        captions.append(
-            f"Medians of {' or '.join(map(str, repeats))}; 10th and 90th percentiles within {spread:.0%} of them. "
-            f"{gpu or cpu.split(', ')[0]}, {cores}, {versions}, {date}, commit {commit}."
-        )
+        if repeats == [1]:
+            what = "One measurement each."
+        else:
+            what = (
+                f"Medians of {' or '.join(map(str, repeats))}; 10th and 90th percentiles within {spread:.0%} of them."
+            )
+        captions.append(f"{what} {gpu or cpu.split(', ')[0]}, {cores}, {versions}, {date}, commit {commit}.")
     return captions
 
 

@@ -105,6 +105,9 @@ def loaders(*, seeds: str = "0 1 2", epochs: int = EPOCHS, more: str = "") -> It
     """
     folder = data_folder()
     schedule = [f"trainer.max_epochs={epochs}", f"trainer.check_val_every_n_epoch={epochs}", "target.stop=false"]
+    # The first run of a process compiles kernels and chooses algorithms.
+    briefly = ["trainer.max_epochs=1", "trainer.limit_val_batches=0", "target=null"]
+    fit_once([*overrides_for(folder, 0), *schedule, DALI, *more.split(), *briefly])
     for variant, overrides in (("dali", [DALI]), ("torch", [])):
         runs = [
             fit_once([*overrides_for(folder, seed), *schedule, *overrides, *more.split()])
