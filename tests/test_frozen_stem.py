@@ -119,6 +119,7 @@ def test_under_autocast_it_gives_the_autocasts_dtype() -> None:
     with torch.autocast(DEVICE, torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
     assert model(x).dtype == torch.float32
+    assert model.to("meta")(x.to("meta")).shape == (2, 64, 4, 4), "where work is counted"
 
 
 def test_gradients_are_pytorchs_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

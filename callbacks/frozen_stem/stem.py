@@ -57,9 +57,11 @@ class FrozenStem(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """Return the stem's output, in the autocast's dtype or that of the images."""
         kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return frozen_stem(input, self.weight, self._folded())
+        weight = self.weight.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return frozen_stem(input, self.weight.to(dtype), self._folded())
+            return frozen_stem(input, weight, self._folded())
 
 
 def _takes_kernels(x: Tensor, weight: Tensor, folded: ScaleBias, tier: Tier) -> bool:

@@ -5,6 +5,7 @@ Lin et al., "Feature Pyramid Networks" (1612.03144). The residual networks and t
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +93,9 @@ class TopDown(FeaturePyramidNetwork):  # type: ignore[misc]
 
 def add_enlarged(fine: Tensor, coarse: Tensor) -> Tensor:
     """Return `fine` (B, C, H, W) plus `coarse`, enlarged to its size by the nearest neighbour."""
-    with torch.autocast(fine.device.type, enabled=False):
+    kind = fine.device.type
+    # The meta device, on which work is counted, knows no autocast.
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         return fine + F.interpolate(coarse, size=fine.shape[-2:], mode="nearest")
 
 
