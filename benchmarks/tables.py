@@ -12,6 +12,11 @@ of an ablation, by subject and case:
 
     <!-- ablation retinanet ablation_b16 -->
     <!-- end of ablation -->
+
+Several metrics of one case and variant, such as the parts of a step, stand below one another:
+
+    <!-- parts retinanet openimages_800_b32_roofline full; step_ms = the step, convolutions_ms = convolutions -->
+    <!-- end of rows -->
 """
 
 import re
@@ -28,6 +33,7 @@ BLOCK = re.compile(
     r"(<!-- rows (?P<what>[^;\n]+);(?P<cases>[^;\n]+);(?P<variants>[^;\n]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL
 )
 ABLATION = re.compile(r"(<!-- ablation (?P<subject>\S+) (?P<case>\S+) -->\n).*?(<!-- end of ablation -->)", re.DOTALL)
+PARTS = re.compile(r"(<!-- parts (?P<what>[^;\n]+);(?P<metrics>[^;\n]+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
 BOUNDS = ("floor", "copy", "dali_reader")
 """Variants that compute less than was asked for: nothing is compared with them."""
 MISSING = "not measured"
@@ -50,7 +56,12 @@ def with_tables(text: str) -> str:
         rows = [row for row in _rows(block["subject"]) if row.case == block["case"]]
         return block[1] + "\n".join(_ablation(rows, block["case"])) + "\n" + block[4]
 
-    return ABLATION.sub(ablated, BLOCK.sub(replaced, text))
+    def parts(block: re.Match[str]) -> str:
+        subject, case, variant = block["what"].split()
+        rows = {row.metric: row for row in _rows(subject) if (row.case, row.variant) == (case, variant)}
+        return block[1] + "\n".join(_parts(rows, _names(block["metrics"]))) + "\n" + block[4]
+
+    return PARTS.sub(parts, ABLATION.sub(ablated, BLOCK.sub(replaced, text)))
 
 
 def _rows(subject: str) -> list[Row]:
@@ -70,6 +81,14 @@ def _ablation(rows: Sequence[Row], case: str) -> list[str]:
         "",
         " ".join([FOOTNOTE, *(f"{reason.rstrip('.')}." for reason in reasons_of(cells)), *_captions(rates)]),
     ]
+
+
+def _parts(rows: dict[str, Row], metrics: dict[str, str]) -> list[str]:
+    """Return a line for each metric, in the order asked for."""
+    found = [rows[metric] for metric in metrics if metric in rows]
+    texts = {row.metric: f"{row.value:.4g} {row.unit}".strip() for row in found}
+    lines = [f"| {label} | {texts.get(metric, MISSING)} |" for metric, label in metrics.items()]
+    return ["| | |", "|---|---|", *lines, "", *_captions([row for row in found if row.value])]
 
 
 def _names(text: str) -> dict[str, str]:
@@ -98,6 +117,8 @@ def _cell(row: Row | None, of_case: Sequence[Row | None]) -> str:
     timed = [other.value for other in of_case if other is not None and other.variant not in BOUNDS]
     best = max(timed) if row.unit.endswith("/s") else min(timed)
     text = f"{row.value:.4g}" if row.value < 10_000 else f"{row.value:.0f}"
+    if row.unit in ("", "1"):  # a score or a share, of which nobody here knows whether more is better
+        return text
     return f"**{text}**" if row.value == best and row.variant not in BOUNDS else text
 
 
@@ -121,7 +142,7 @@ def _captions(rows: Sequence[Row]) -> list[str]:
 
 def _spread(repeats: Sequence[int], spread: float) -> str:
     if list(repeats) == [1]:
-        return "One run each."
+        return "One measurement each."
     return f"Medians of {' or '.join(map(str, repeats))}; 10th and 90th percentiles within {spread:.0%} of them."
 
 

@@ -33,6 +33,7 @@ from fasttrain.callbacks.evaluation_ranks import EvaluationRanks, EvaluationRank
 from fasttrain.callbacks.focal_loss import FocalLoss, FocalLossOptimization, FusedFocalLoss
 from fasttrain.callbacks.fp8_linear import FP8LinearOptimization, FP8Linears
 from fasttrain.callbacks.frozen_bn import FrozenBNOptimization, FusedFrozenBN
+from fasttrain.callbacks.frozen_stem import FrozenStemOptimization, FusedFrozenStem
 from fasttrain.callbacks.gemm_gelu import FeedForward, FusedGemmGELU, GemmGELUOptimization, linear_gelu_linear
 from fasttrain.callbacks.gemm_relu import FusedGemmReLU, GemmReLUOptimization
 from fasttrain.callbacks.graph_evaluation import GraphedEvaluation, GraphEvaluationOptimization
@@ -68,6 +69,7 @@ CATALOGUE: dict[str, type[Optimization[Any]]] = {
     "focal_loss": FocalLossOptimization,
     "fp8_linear": FP8LinearOptimization,
     "frozen_bn": FrozenBNOptimization,
+    "frozen_stem": FrozenStemOptimization,
     "gemm_gelu": GemmGELUOptimization,
     "gemm_relu": GemmReLUOptimization,
     "graph_evaluation": GraphEvaluationOptimization,
@@ -125,6 +127,7 @@ __all__ = [
     "FusedDropoutAddLayerNorm",
     "FusedFocalLoss",
     "FusedFrozenBN",
+    "FusedFrozenStem",
     "FusedGemmGELU",
     "FusedGemmReLU",
     "FusedOptimizers",

@@ -1,11 +1,14 @@
 """One training run, start to finish: build, plan, train, and leave a complete run folder however it ends."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import lightning.pytorch as pl
 from rich.console import Console
 
 from fasttrain.checkpoints import readable_checkpoint
+from fasttrain.clock import RunClock
 from fasttrain.config import Resolved
 from fasttrain.errors import ConfigError, FasttrainError
 from fasttrain.outcome import Outcome
@@ -25,6 +28,8 @@ def fit(
     resume: Path | None = None,
     console: Console | None = None,
     quiet: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
+    clock: RunClock | None = None,
 ) -> Outcome:
     """Train a recipe.
 
@@ -35,6 +40,8 @@ def fit(
         resume: folder of a run to go on with.
         console: where to write; standard output by default.
         quiet: write nothing but errors.
+        callbacks: for whoever watches the run.
+        clock: that counts its seconds, where another one is wanted.
 
     Raises:
         FasttrainError: with the sentence for the user; `result.json` says "failed" and holds it too.
@@ -45,7 +52,7 @@ def fit(
     folder = RunFolder.existing(resume) if resume else RunFolder.create(run_dir, str(resolved.config.recipe))
     checkpoint = readable_checkpoint(folder) if resume else None
     with quiet_libraries():
-        session = Session(resolved, folder, console, quiet, started)
+        session = Session(resolved, folder, console, quiet, started, callbacks, clock)
         try:
             session.train(prepare_and_say(resolved, catalogue, console, session.quiet), checkpoint)
         except (KeyboardInterrupt, SystemExit):

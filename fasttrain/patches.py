@@ -17,7 +17,7 @@ from fasttrain.comparison import compare_step, verdict_of
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Attachment, Change, Context, Grade, Optimization, Refuses, Stage, Verdict
 from fasttrain.site_key import room_text
-from fasttrain.surgery import Surgery, replace
+from fasttrain.surgery import Surgery, replace, with_state_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class PatchSite:
     fused: Callable[[], nn.Module]
     """Makes what goes to `path`: the same parameters under the same state-dict names."""
     passed_by: tuple[str, ...] = ()
-    """Paths of modules whose work the fused form does too, the ReLU behind for instance: they become nn.Identity."""
+    """Paths of modules whose work the fused form does too, the ReLU behind for instance: they become nn.Identity, which
+    holds their parameters and buffers under the same names."""
 
     calls_no_child: bool = False
     """Whether the fused form reads its children's parameters and does not call them, as its attribute of this name
@@ -103,7 +104,7 @@ class PatchSurgery:
                 made[id(old)] = site.fused()
             new = made[id(old)]
             for path in site.passed_by:
-                self._replace(path, nn.Identity())
+                self._replace(path, with_state_of(self.model.get_submodule(path), nn.Identity))
             self._replace(site.path, new)
             changes.append(Change(site.path, type(new).__name__))
         return changes

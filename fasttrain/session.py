@@ -1,6 +1,7 @@
 """The state of one run between its begin and its result: what it is made of, and what it leaves behind."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,15 +44,27 @@ class Session:
         console: where to print.
         quiet: print nothing.
         started: `time.perf_counter()` of the run's begin.
+        watching: further callbacks.
+        clock: None for an ordinary one.
     """
 
-    def __init__(self, resolved: Resolved, folder: RunFolder, console: Console, quiet: bool, started: float) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        folder: RunFolder,
+        console: Console,
+        quiet: bool,
+        started: float,
+        watching: Sequence[pl.Callback] = (),
+        clock: RunClock | None = None,
+    ) -> None:
         self.resolved, self.folder, self.console = resolved, folder, console
         self.first = environment.global_rank() == 0
         self.quiet = quiet or not self.first
         self.started = started
         self.config: RunConfig = resolved.run
-        self.clock = RunClock()
+        self.clock = clock or RunClock()
+        self.watching = list(watching)
         self.metrics = MetricsFile(folder.metrics)
         self.target = StopAtTarget(self.config.target) if self.config.target else None
         self.resume_point = ResumePoint(folder.checkpoints, self.config.checkpoint)
@@ -109,7 +122,7 @@ class Session:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _callbacks(self, recorder: RunRecorder) -> list[pl.Callback]:
-        callbacks: list[pl.Callback] = [recorder]
+        callbacks: list[pl.Callback] = [recorder, *self.watching]
         if self.target:
             callbacks.append(self.target)
         callbacks.append(ProgressDisplay(self.console, recorder, self.target, self.quiet))

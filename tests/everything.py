@@ -39,6 +39,10 @@ class Module(pl.LightningModule):
             nn.Sequential(Bottleneck(8, 2, norm_layer=FrozenBatchNorm2d)), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(),
         )  # fmt: skip
         self.images[4].eval().requires_grad_(False)
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False).requires_grad_(False), FrozenBatchNorm2d(8), nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )  # fmt: skip
         self.tokens = nn.Sequential(
             nn.Linear(8 * 36, 16), nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8),
             nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=True), nn.Linear(8, 4),
@@ -53,6 +57,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.tokens(self.images(batch[0])[:, None])[:, 0]
         loss = nn.functional.cross_entropy(logits, batch[1]) + self.focal_loss([logits[:, None]], batch[1][:, None])
+        loss = loss + self.stem(batch[0]).mean()
         loss = loss + self.matcher(self.anchors, self.boxes, batch[1][None, :2]).sum()
         self.log("loss", loss)
         return loss

@@ -76,6 +76,25 @@ def test_a_rate_is_best_where_it_is_highest(
     assert "| batch 16 | 0.25 | **0.5** | 9 |" in tables.with_tables(BLOCK)
 
 
+PARTS = """<!-- parts thing b16 ours; whole = the whole, a_ms = a, b_ms -->
+<!-- end of rows -->
+"""
+
+
+def test_parts_stand_below_one_another(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.with_tables(PARTS).splitlines()[3:6] == [
+        "| the whole | not measured |", "| a | not measured |", "| b_ms | not measured |"
+    ]  # fmt: skip
+    zero = replace(ROW, metric="b_ms", value=0.0, p10=0.0, p90=0.0)
+    rows = [replace(ROW, metric="whole", value=12.3456, unit=""), replace(ROW, variant="eager", metric="a_ms"), zero]
+    write_rows(tmp_path / "benchmarks" / "results" / "thing.csv", rows)
+    text = tables.with_tables(PARTS)
+    assert text.splitlines()[3:6] == ["| the whole | 12.35 |", "| a | not measured |", "| b_ms | 0 ms |"]
+    assert "NVIDIA X, 16 cores" in text
+    assert tables.with_tables(text) == text
+
+
 def test_nothing_measured_is_said(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert "| batch 16 | not measured | not measured | not measured |" in tables.with_tables(BLOCK)

@@ -74,8 +74,8 @@ def test_on_a_detector_with_frozen_normalization() -> None:
     wanted = gradients(module, detector_loss(module.net, images))
     before, names = types_of(module), list(module.state_dict())
     callbacks = patch(module)
-    assert set(callbacks) == {"conv_bias_relu", "bottleneck", "frozen_bn"}
-    assert [change.path for change in callbacks["frozen_bn"].changes] == ["net.backbone.body.bn1"], "the stem is left"
+    assert set(callbacks) == {"conv_bias_relu", "bottleneck", "frozen_stem"}, "nothing is left to frozen_bn"
+    assert [change.path for change in callbacks["frozen_stem"].changes] == ["net.backbone.body.conv1"]
     assert len(callbacks["bottleneck"].changes) == 4
     assert_close(gradients(module, detector_loss(module.net, images)), wanted)
     assert list(module.state_dict()) == names

@@ -16,11 +16,12 @@ from torchvision.models import resnet18, resnext50_32x4d
 from torchvision.models.detection import RetinaNet as TorchvisionRetinaNet
 from torchvision.models.detection import retinanet_resnet50_fpn
 from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
-from torchvision.ops import FrozenBatchNorm2d, box_iou
+from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d, box_iou
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from fasttrain.errors import ConfigError
 from fasttrain.recipes.image_sets.files import load_image
+from fasttrain.recipes.retinanet.backbone import build_backbone
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
 from fasttrain.recipes.retinanet.resize import resize, scale_boxes
 
@@ -340,3 +341,23 @@ def test_images_of_another_size_are_refused() -> None:
         "The model is built for images of 96 x 96 and got 64 x 96: "
         "resize the data to the model's image_size, or set image_size to that of the data."
     )
+
+
+def test_the_pyramids_maps_are_torchvisions_and_stay_in_their_convolutions_dtype() -> None:
+    torch.manual_seed(0)
+    ours = build_backbone("small", (3, 4, 5), 8, frozen_norm=False, trainable_layers=5).fpn
+    theirs = FeaturePyramidNetwork([64, 128, 192], 8)
+    theirs.load_state_dict(ours.state_dict())
+    # 13 is enlarged to 25: the nearest of an odd size is not always half the index.
+    shapes = {"3": (64, 49), "4": (128, 25), "5": (192, 13)}
+    maps = {name: torch.randn(2, width, side, side + 1) for name, (width, side) in shapes.items()}
+    for name, wanted in theirs(dict(maps)).items():
+        torch.testing.assert_close(ours(dict(maps))[name], wanted)
+    added: list[torch.dtype] = []
+    for block in ours.layer_blocks:
+        block.register_forward_pre_hook(lambda _, inputs: added.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        levels = ours(dict(maps))
+    assert added == [torch.bfloat16] * 3
+    for name, wanted in theirs(dict(maps)).items():
+        assert float(((levels[name].float() - wanted).norm() / wanted.norm()).detach()) < 0.02

@@ -5,7 +5,10 @@ Lin et al., "Feature Pyramid Networks" (1612.03144). The residual networks and t
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import resnet
 from torchvision.ops import FeaturePyramidNetwork, FrozenBatchNorm2d
@@ -69,6 +72,33 @@ class Body(nn.Module):
                 parameter.requires_grad_(False)
 
 
+class TopDown(FeaturePyramidNetwork):  # type: ignore[misc]
+    """torchvision's pyramid, whose maps stay in the dtype of their convolutions.
+
+    Under autocast torchvision's `interpolate` gives float32 maps: twice the bytes, and a conversion at either end.
+    """
+
+    def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return one map per level, and those of the extra levels, finest first."""
+        names, maps = list(x), list(x.values())
+        inner = self.get_result_from_inner_blocks(maps[-1], -1)
+        results = [self.get_result_from_layer_blocks(inner, -1)]
+        for index in range(len(maps) - 2, -1, -1):
+            inner = add_enlarged(self.get_result_from_inner_blocks(maps[index], index), inner)
+            results.insert(0, self.get_result_from_layer_blocks(inner, index))
+        if self.extra_blocks is not None:
+            results, names = self.extra_blocks(results, maps, names)
+        return dict(zip(names, results, strict=True))
+
+
+def add_enlarged(fine: Tensor, coarse: Tensor) -> Tensor:
+    """Return `fine` (B, C, H, W) plus `coarse`, enlarged to its size by the nearest neighbour."""
+    kind = fine.device.type
+    # The meta device, on which work is counted, knows no autocast.
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        return fine + F.interpolate(coarse, size=fine.shape[-2:], mode="nearest")
+
+
 class FeaturePyramid(nn.Module):
     """A body and its feature pyramid; gives one map of `out_channels` per level."""
 
@@ -112,7 +142,7 @@ def build_backbone(
     extra = None
     if 7 in levels:
         extra = LastLevelP6P7(fpn_channels if extra_levels_from == "p5" else widths[5], fpn_channels)
-    fpn = FeaturePyramidNetwork([widths[level] for level in body_levels], fpn_channels, extra_blocks=extra)
+    fpn = TopDown([widths[level] for level in body_levels], fpn_channels, extra_blocks=extra)
     return FeaturePyramid(body, fpn, fpn_channels)
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.models import resnext50_32x4d
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
+from torchvision.ops import FrozenBatchNorm2d
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.transforms.functional import hflip, to_tensor
 
@@ -53,14 +54,26 @@ class PlainCoco(Dataset[Sample]):
 
 
 class TorchvisionRetinaNet(pl.LightningModule):
-    """torchvision's RetinaNet on ResNeXt-50 32x4d with P6 from C5, batch norm trained from scratch."""
+    """torchvision's RetinaNet on ResNeXt-50 32x4d with P6 from C5.
 
-    def __init__(self, truth: COCO, image_size: tuple[int, int], optimizer: OptimizerConfig) -> None:
+    Args:
+        truth: of the validation set; its categories are the classes.
+        image_size: height and width that torchvision's transform resizes to.
+        optimizer: and schedule.
+        weights: file of a pretrained backbone. With it batch norm is constants and conv1 and layer1 do not train, as in
+            MLPerf; with none everything trains.
+    """
+
+    def __init__(
+        self, truth: COCO, image_size: tuple[int, int], optimizer: OptimizerConfig, weights: str | None = None
+    ) -> None:
         super().__init__()
         self.truth, self.optimizer_config = truth, optimizer
-        backbone = _resnet_fpn_extractor(
-            resnext50_32x4d(weights=None), 5, returned_layers=[2, 3, 4], extra_blocks=LastLevelP6P7(2048, 256)
-        )
+        body = resnext50_32x4d(weights=None, norm_layer=FrozenBatchNorm2d if weights else None)
+        if weights:
+            body.load_state_dict(torch.load(weights, weights_only=True))
+        layers, extra = (3 if weights else 5), LastLevelP6P7(2048, 256)
+        backbone = _resnet_fpn_extractor(body, layers, returned_layers=[2, 3, 4], extra_blocks=extra)
         self.model = RetinaNet(backbone, len(truth.cats), fixed_size=image_size)
         self.category_of = sorted(truth.cats)
         self.rows: list[NDArray[np.float64]] = []
