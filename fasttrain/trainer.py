@@ -24,6 +24,9 @@ from fasttrain.sections import import_class
 
 BatchTransform = Callable[[Any], Any]
 
+NEVER = 2**31 - 1
+"""So many forwards that none of them is ever the one."""
+
 
 def make_trainer(
     config: TrainerConfig,
@@ -172,7 +175,8 @@ def build_ddp_on(trainer: pl.Trainer, stream: torch.cuda.Stream) -> None:
     """Have Lightning's DDP strategy wrap the model on a stream that is known; asked for before the model is set up.
 
     DDP makes the nodes that accumulate gradients, and they go on running on the stream on which it was built: a step is
-    captured on that stream or not at all. Lightning builds on a side stream that it makes for this alone.
+    captured on that stream or not at all. Lightning builds on a side stream that it makes for this alone. Nor may DDP
+    time itself, which it does at every hundredth forward: it asks events for it, and a capture that did would fail.
     """
     if not isinstance(trainer.strategy, DDPStrategy):
         return
@@ -184,6 +188,7 @@ def build_ddp_on(trainer: pl.Trainer, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             wrapped = DistributedDataParallel(module=model, device_ids=device_ids, **strategy._ddp_kwargs)
+        wrapped._set_ddp_runtime_logging_sample_rate(NEVER)
         current.wait_stream(stream)
         return wrapped
 
