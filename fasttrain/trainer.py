@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fasttrain.config import TrainerConfig
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.optimization import Attachment
+from fasttrain.ranks_together import RanksTogether
 from fasttrain.sections import import_class
 
 BatchTransform = Callable[[Any], Any]
@@ -33,6 +34,7 @@ def make_trainer(
     attachments: Sequence[Attachment],
     callbacks: Sequence[pl.Callback],
     loggers: Sequence[Logger],
+    ranks: RanksTogether | None = None,
     **options: Any,
 ) -> pl.Trainer:
     """Return the Trainer of a run.
@@ -42,6 +44,7 @@ def make_trainer(
         attachments: the optimizations', in the plan's order; their options override `config`.
         callbacks: the flow's own, which come after the optimizations'.
         loggers: may be empty.
+        ranks: is told of an exception before all other callbacks, which may wait for the device.
         options: further arguments of lightning.Trainer.
 
     Raises:
@@ -55,7 +58,7 @@ def make_trainer(
     try:
         trainer = pl.Trainer(
             **arguments,
-            callbacks=[*attached, *callbacks],
+            callbacks=[*([ranks] if ranks is not None else []), *attached, *callbacks],
             logger=list(loggers) or False,
             enable_model_summary=False,
             enable_checkpointing=keeps_checkpoints,
@@ -283,12 +286,19 @@ def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
 def _leave_sigterm_to_the_run(trainer: pl.Trainer) -> None:
     """Take Lightning's own reaction to SIGTERM away; a handler set before the fit is called all the same.
 
-    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for. On
-    several processes it also passes the signal on to them, so there it stays.
+    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for, and with
+    several processes it asks before every batch. What stays is that the launcher's process passes the signal on.
     """
-    if trainer.world_size == 1:
-        connector: Any = trainer._signal_connector
-        connector._sigterm_notifier_fn = lambda number, frame: None
+    connector: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    launcher: Any = trainer.strategy.launcher
+
+    def pass_on(number: int, frame: Any) -> None:
+        if trainer.world_size > 1 and launcher is not None:
+            launcher.kill(number)
+
+    connector._sigterm_notifier_fn = pass_on
+    loop._broadcast_sigterm_tensor = lambda: None
 
 
 def _joint_options(attachments: Sequence[Attachment]) -> dict[str, Any]:

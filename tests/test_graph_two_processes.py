@@ -66,14 +66,13 @@ class Tells(pl.Callback):
         self.broadcasts = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        loop: Any = trainer.fit_loop.epoch_loop
-        plain = loop._broadcast_sigterm_tensor
+        plain = torch.distributed.broadcast
 
-        def counted() -> None:
+        def counted(*arguments: Any, **options: Any) -> Any:
             self.broadcasts += 1
-            plain()
+            return plain(*arguments, **options)
 
-        loop._broadcast_sigterm_tensor = counted
+        torch.distributed.broadcast = counted  # in this rank's forked process; Lightning asks for SIGTERM by it
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 0 and batch_idx % 3 == 1:
@@ -145,7 +144,7 @@ def test_two_processes_learn_and_log_the_same(
         assert mine["eager"] == [eager], mine["notes"]
         assert mine["hits"][0] >= 20
         assert expected["broadcasts"] == epochs * count
-        assert mine["broadcasts"] == epochs * (1 + count // 50)
+        assert mine["broadcasts"] == 0
     assert_same({k: ours[0]["weights"][k] for k in LEARNED}, {k: ours[1]["weights"][k] for k in LEARNED})
 
 

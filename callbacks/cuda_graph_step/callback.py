@@ -19,6 +19,7 @@ from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, Key, StepGraph
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.overriding import overridden
+from fasttrain.ranks_together import RanksTogether
 from fasttrain.short_path import ShortPath
 from fasttrain.trainer import build_ddp_on, transform_batches
 
@@ -56,11 +57,15 @@ class CUDAGraphStep(pl.Callback):
         self._short_path: ShortPath | None = None
         self._put_precision_back: Any = None
         self._recorder: CudaRecorder | None = None
+        self._ranks = RanksTogether()
+        """A replay waits for the other ranks without end; somebody has to look after them."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have inputs padded, if asked for, and DDP built on the stream on which the step will be captured."""
         device = trainer.strategy.root_device
         captures = device.type == "cuda" and not self.stand_in
+        if captures or self.stand_in:
+            self._ranks.setup(trainer, pl_module, stage)
         if stage == "fit" and captures and isinstance(trainer.strategy, DDPStrategy):
             self._recorder = CudaRecorder(device)
             build_ddp_on(trainer, self._recorder.stream)
@@ -120,7 +125,12 @@ class CUDAGraphStep(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give everything back here too; Lightning calls nothing else then."""
+        self._ranks.on_exception(trainer, pl_module, exception)
         self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let the other ranks go."""
+        self._ranks.teardown(trainer, pl_module, stage)
 
     def table(self) -> Table:
         """Return what happened to the steps, by input signature."""
