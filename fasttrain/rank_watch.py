@@ -1,9 +1,9 @@
 """All ranks of a run end soon after one has failed, with a sentence that says which one and why.
 
-A rank whose partner has died waits for it: over NCCL until the process group's timeout, and in a replayed CUDA graph for
-ever, since NCCL's watchdog knows nothing of the collectives in there. Here each rank holds a connection to the first.
-The system closes a dead process's connections, whatever ended it, so that nobody has to send signs of life, and a rank
-that is merely slow is never taken for a dead one.
+A rank whose partner has died waits for it: over NCCL until the process group's timeout, and in a replayed CUDA graph
+without end, since NCCL's watchdog knows nothing of the collectives in there. Here each rank holds a connection to the
+first. The system closes a dead process's connections, whatever ended it, so that nobody has to send signs of life, and
+a rank that is merely slow is never taken for a dead one.
 """
 
 import os
@@ -34,7 +34,7 @@ class RankWatch:
         rank: of this process.
         world_size: number of ranks.
         share: returns on every rank what the first one gave it, as `Strategy.broadcast` does.
-        host: where the others reach the first rank.
+        host: where the others reach the first rank, if it is one of its own addresses; else they take its name.
         on_loss: called in a thread, once, with a clause, when another rank has failed or is gone.
 
     Raises:
@@ -46,8 +46,9 @@ class RankWatch:
     ) -> None:
         self.rank, self._on_loss = rank, on_loss
         self._lost, self._over, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        server = _listen_at(host) if rank == 0 else None
-        port, token = share((server.getsockname()[1], secrets.token_hex(16)) if server is not None else None)
+        server, host = _listen_at(host) if rank == 0 else (None, "")
+        port = server.getsockname()[1] if server is not None else 0
+        host, port, token = share((host, port, secrets.token_hex(16)))
         if server is not None:
             with server:
                 self._peers = _accept(server, world_size, token)
@@ -108,13 +109,15 @@ class RankWatch:
                 peer.sendall(f"{line}\n".encode())
 
 
-def _listen_at(host: str) -> socket.socket:
+def _listen_at(host: str) -> tuple[socket.socket, str]:
+    """Return a socket that takes connections, and the name under which other hosts find it."""
     try:
         server = socket.create_server((host, 0))
-    except OSError:  # the others' name for this host need not be one of its own
+    except OSError:  # the first rank of some ranks need not be on the run's first host
+        host = socket.gethostname()
         server = socket.create_server(("", 0))
     server.settimeout(CONNECT_SECONDS)
-    return server
+    return server, host
 
 
 def _accept(server: socket.socket, world_size: int, token: str) -> dict[int, socket.socket]:

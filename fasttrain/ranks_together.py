@@ -23,9 +23,9 @@ GRACE_SECONDS = 10.0
 class RanksTogether(pl.Callback):
     """Ends every rank of a fit when one of them fails or is killed; with one process it does nothing.
 
-    A rank that learns of the loss of another prints which one and why, has `grace_seconds` for its own error to surface,
-    and is then ended with exit code 1, wherever it waits. On SIGTERM, whichever rank gets it, all stop before the same
-    batch, by Lightning's exception for that. Of several in a Trainer the first acts.
+    A rank that learns of the loss of another prints which one and why, has `grace_seconds` for its own error to
+    surface, and is then ended with exit code 1, wherever it waits. On SIGTERM, whichever rank gets it, all stop before
+    the same batch, by Lightning's exception for that. Of several in a Trainer the first acts.
 
     Args:
         grace_seconds: see there.

@@ -1,9 +1,9 @@
 """SIGTERM with several processes: all stop before the same batch, and none waits for the device to agree on that.
 
-Lightning broadcasts before every batch whether the first rank was told to end, and waits for the answer on the device. Its
-handler broadcasts too, wherever the signal interrupts the step, and the rank that got the signal leaves after its batch:
-one that is signalled alone leaves the others waiting. Written against Lightning 2.6; `tests/test_epoch_loop.py` fails when
-one of these internals changes its shape.
+Lightning broadcasts before every batch whether the first rank was told to end, and waits for the answer on the device.
+Its handler broadcasts too, wherever the signal interrupts the step, and the rank that got the signal leaves after its
+batch: one that is signalled alone leaves the others waiting. Written against Lightning 2.6; `tests/test_epoch_loop.py`
+fails when one of these internals changes its shape.
 """
 
 from types import FrameType

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.config import TrainerConfig
+from fasttrain.ddp import strategy_of
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.optimization import Attachment
 from fasttrain.ranks_together import RanksTogether
@@ -51,7 +52,9 @@ def make_trainer(
         ConfigError: Lightning refuses the arguments.
         OptimizationError: two optimizations set the same option differently.
     """
-    arguments: dict[str, Any] = {key: _plain(value) for key, value in vars(config).items() if value is not None}
+    given = {key: value for key, value in vars(config).items() if value is not None and key != "ddp"}
+    arguments: dict[str, Any] = {key: _plain(value) for key, value in given.items()}
+    arguments["strategy"] = strategy_of(config)
     arguments.update(_joint_options(attachments), **options)
     attached = [callback for attachment in attachments for callback in attachment.callbacks]
     keeps_checkpoints = any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks)
@@ -286,8 +289,8 @@ def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
 def _leave_sigterm_to_the_run(trainer: pl.Trainer) -> None:
     """Take Lightning's own reaction to SIGTERM away; a handler set before the fit is called all the same.
 
-    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for, and with
-    several processes it asks before every batch. What stays is that the launcher's process passes the signal on.
+    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for, and
+    with several processes it asks before every batch. What stays is that the launcher's process passes the signal on.
     """
     connector: Any = trainer._signal_connector
     loop: Any = trainer.fit_loop.epoch_loop

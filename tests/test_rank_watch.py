@@ -92,12 +92,12 @@ def test_ranks_that_end_in_good_order_tell_nobody() -> None:
 def test_strangers_are_turned_away() -> None:
     def work(rank: int) -> Any:
         def shared(value: Any) -> Any:
-            port, token = share(value)
+            host, port, token = share(value)
             if rank == 1:
                 for hello in (b"what\n", b"0 1\n", b"\xff\n", b""):
                     with socket.create_connection(("127.0.0.1", port)) as stranger:
                         stranger.sendall(hello)
-            return port, token
+            return host, port, token
 
         watch = RankWatch(rank, 2, shared, "127.0.0.1", lambda clause: None)
         watch.close()
