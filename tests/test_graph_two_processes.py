@@ -11,6 +11,7 @@ import torch
 from graph_fits import Batches, Small, batches
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from rank_processes import run_ranks
 from torch import Tensor, nn
 
 from fasttrain.callbacks import CUDAGraphStep
@@ -176,3 +177,20 @@ def test_ranks_agree_that_a_replay_is_wrong(tmp_path: Path) -> None:
     for mine, expected in zip(ours, plain, strict=True):
         assert_same_learned(mine, expected)
         assert "a replay is not what the eager step computes" in mine["notes"][0]
+
+
+def test_ddp_of_one_process_warms_up_as_ddp_does() -> None:
+    """As the only rank that trains beside evaluation ranks has it."""
+
+    def work(rank: int) -> Any:
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, strategy=DDPStrategy(process_group_backend="gloo"), logger=False,
+            callbacks=[graph := CUDAGraphStep(stand_in=True)], max_epochs=1, enable_model_summary=False,
+            enable_checkpointing=False, enable_progress_bar=False,
+        )  # fmt: skip
+        trainer.fit(Small(), batches(30))
+        return [(tally.eager, tally.hits) for tally in graph.pool.tallies.values()], graph.notes
+
+    tallies, notes = run_ranks(1, work)[0]
+    assert [eager for eager, _ in tallies] == [WARM_UP_OF_DDP], notes
+    assert tallies[0][1] > 10

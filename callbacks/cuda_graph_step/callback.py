@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import decide
@@ -49,7 +50,7 @@ class CUDAGraphStep(pl.Callback):
         self.config = CUDAGraphStepConfig(**parameters)
         self.stand_in = stand_in
         self.step: GraphedStep | None = None
-        self.pool: GraphPool[StepGraph] = self._make_pool(1)
+        self.pool: GraphPool[StepGraph] = self._make_pool(self.config.warm_up)
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.refusal: str | None = None
@@ -93,7 +94,9 @@ class CUDAGraphStep(pl.Callback):
                 self._note(f"the optimizer's step is left outside, since {type(scaler).__name__} scales the loss")
                 optimizer.release()
                 optimizer = None
-        self.pool = self._make_pool(trainer.world_size)
+        # A single process may have DDP, too: the one that trains beside evaluation ranks, for instance.
+        averages = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self.pool = self._make_pool(max(self.config.warm_up, WARM_UP_OF_DDP if averages else 0))
         keeps = self.config.keep_gradients or _somebody_reads_gradients(trainer, pl_module)
         self.step = GraphedStep(
             trainer,
@@ -159,8 +162,7 @@ class CUDAGraphStep(pl.Callback):
         self._note(f"the optimizer's step is left outside of the graph, since {reason}")
         return None
 
-    def _make_pool(self, world_size: int) -> GraphPool[StepGraph]:
-        warm_up = self.config.warm_up if world_size == 1 else max(self.config.warm_up, WARM_UP_OF_DDP)
+    def _make_pool(self, warm_up: int) -> GraphPool[StepGraph]:
         return GraphPool(self.config.max_graphs, warm_up, self.config.eager_first)
 
     def _recorder_of(self, device: torch.device) -> Recorder:
