@@ -57,7 +57,7 @@ class RankWatch:
             self._peers[0].sendall(f"{token} {rank}\n".encode())
         _open.add(self)
         if not _children_let_go:
-            os.register_at_fork(after_in_child=lambda: [each.let_go() for each in _open])
+            os.register_at_fork(after_in_child=_let_go_in_child)
             _children_let_go.append(True)
         for other, peer in self._peers.items():
             _wait_for_long(peer)
@@ -107,6 +107,11 @@ class RankWatch:
         for peer in self._peers.values():
             with suppress(OSError):  # of one that is gone, which its own thread has seen
                 peer.sendall(f"{line}\n".encode())
+
+
+def _let_go_in_child() -> None:
+    for watch in _open:
+        watch.let_go()
 
 
 def _listen_at(host: str) -> tuple[socket.socket, str]:

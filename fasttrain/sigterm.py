@@ -7,7 +7,7 @@ fails when one of these internals changes its shape.
 """
 
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -32,11 +32,11 @@ class StopTogether:
     def __init__(self, trainer: pl.Trainer, batches: int = BATCHES_BETWEEN_QUESTIONS) -> None:
         self.wanted = False
         self._batches, self._seen = batches, 0
-        self._loop: Any = trainer.fit_loop.epoch_loop
-        self._connector: Any = trainer._signal_connector
+        self._loop = cast(Any, trainer.fit_loop.epoch_loop)
+        self._connector = cast(Any, trainer._signal_connector)
         self._launcher: Any = trainer.strategy.launcher
-        self._group = dist.new_group(backend="gloo")
-        self._asked: tuple[dist.Work, Tensor] | None = None
+        self._group: Any = dist.new_group(backend="gloo")
+        self._asked: tuple[Any, Tensor] | None = None
         self._loop._broadcast_sigterm_tensor = self._before_batch
         self._connector._sigterm_notifier_fn = self._signalled
 
