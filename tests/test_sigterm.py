@@ -1,8 +1,10 @@
 """SIGTERM to any one of several processes: all stop before the same batch, and Lightning gets its own way back."""
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,10 +16,19 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rank_processes import run_ranks
+from rich.console import Console
 
 from fasttrain.callbacks import CUDAGraphStep
+from fasttrain.checkpoints import LAST
+from fasttrain.config import CheckpointConfig, TrainerConfig
+from fasttrain.interrupt import graceful_interrupt
 from fasttrain.ranks_together import RanksTogether
+from fasttrain.recipe import find_recipe, resolve
+from fasttrain.results import RunFolder
+from fasttrain.resume import ResumePoint
+from fasttrain.session import Session
 from fasttrain.sigterm import BATCHES_BETWEEN_QUESTIONS
+from fasttrain.trainer import make_trainer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that uses CUDA can't be forked")
 
@@ -84,3 +95,29 @@ def test_all_ranks_stop_before_the_same_batch(signalled: int, graph: bool) -> No
 def test_without_a_signal_nobody_stops() -> None:
     first, second = run_ranks(2, lambda rank: fit(rank, None, [RanksTogether()], count=25))
     assert first == second == ("finished", list(range(25)), 0, True, True)
+
+
+def test_a_run_of_several_processes_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    """The run's own handler and `ResumePoint` do it; Lightning neither raises nor broadcasts."""
+
+    def work(rank: int) -> Any:
+        os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank), NODE_RANK="0")
+        notes, point = Signalled(1), ResumePoint(tmp_path, CheckpointConfig(every_n_minutes=None))
+        config = TrainerConfig(accelerator="cpu", devices=2, max_epochs=1, log_every_n_steps=10)
+        ranks = RanksTogether(takes_sigterm=False)
+        trainer = make_trainer(config, [], [notes, point], [], ranks, enable_progress_bar=False)
+        assert trainer.callbacks[0] is ranks  # type: ignore[attr-defined]
+        with graceful_interrupt(point.interrupt):
+            trainer.fit(Small(), batches(60))
+        return trainer.global_step, point.interrupted, trainer.received_sigterm
+
+    assert run_ranks(2, work) == [(20, True, False)] * 2
+    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 20
+
+
+def test_a_run_whose_rank_is_lost_leaves_a_result(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "resnet50")
+    session = Session(resolve(find_recipe("resnet50"), ["hardware=cpu"]), folder, Console(), True, 0.0)
+    session._rank_lost("fasttrain: rank 1 is gone.")
+    result = json.loads((folder.path / "result.json").read_text())
+    assert (result["status"], result["error"]) == ("failed", "fasttrain: rank 1 is gone.")
