@@ -54,13 +54,38 @@ class CheckpointConfig:
 
 
 @dataclass
+class DDPConfig:
+    """How gradients are averaged over several processes, where `trainer.strategy` is `ddp`, or `auto` makes it that."""
+
+    bucket_cap_mb: int | None = None
+    """Megabytes of gradients in one all-reduce; null is torch's own, 25."""
+    gradient_as_bucket_view: bool = True
+    """Have gradients lie in the buckets that are reduced: less memory by their size, and no copy back."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same way."""
+    find_unused_parameters: bool = False
+    """Look in every step for parameters that the loss does not depend on."""
+    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
+    """The type in which gradients travel between GPUs; they are rounded to it before they are added up."""
+    timeout_seconds: float = 1800.0
+    """After which an all-reduce that one rank never comes to is an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "timeout_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and value <= 0:
+                raise ConfigError(f"trainer.ddp.{name} is {value}; it must be above 0.")
+
+
+@dataclass
 class TrainerConfig:
-    """Arguments of lightning.Trainer, under Lightning's own names."""
+    """Arguments of lightning.Trainer, under Lightning's own names, and DDP's beside its name."""
 
     accelerator: str = "auto"
     devices: Any = 1
     num_nodes: int = 1
     strategy: str = "auto"
+    ddp: DDPConfig = field(default_factory=DDPConfig)
     precision: str = "32-true"
     max_epochs: int | None = None
     max_steps: int = -1

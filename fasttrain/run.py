@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fasttrain.choices import Choices
 from fasttrain.choices_file import choices_path, load_choices
 from fasttrain.config import Resolved
+from fasttrain.ddp import processes_of
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Context, ExampleBatch, Optimization
@@ -56,17 +55,5 @@ def context_of(recipe: Recipe, hardware: Hardware, wanted: Sequence[Optimization
     asked_for = frozenset(optimization.name for optimization in wanted)
     calls = StepCalls(recipe.module, example, hardware.device, precision, "channels_last" in asked_for)
     choices = Choices(lambda: load_choices(choices_path(hardware.name)), calls, precision)
-    processes = processes_of(recipe.resolved.config.trainer, hardware)
+    processes = processes_of(recipe.resolved.config.trainer, hardware.kind == "gpu")
     return Context(recipe.module, recipe.data, hardware, precision, asked_for, example, choices, processes=processes)
-
-
-def processes_of(config: Any, hardware: Hardware) -> int:
-    """Return the number of processes that Lightning will make of `trainer.devices` and `trainer.num_nodes`."""
-    devices = config.devices
-    if isinstance(devices, str):
-        devices = [each for each in devices.split(",") if each.strip()] if "," in devices else devices
-    if devices in ("auto", "-1", -1):
-        count = torch.cuda.device_count() if hardware.kind == "gpu" else 1
-    else:
-        count = int(devices) if isinstance(devices, (int, str)) else len(devices)
-    return max(1, count) * int(config.num_nodes)

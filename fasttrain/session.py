@@ -18,6 +18,7 @@ from fasttrain.outcome import result_of, summary_lines
 from fasttrain.plan import Plan, data_module
 from fasttrain.plots import write_plots
 from fasttrain.progress import ProgressDisplay
+from fasttrain.ranks_together import RanksTogether
 from fasttrain.recorder import RunRecorder
 from fasttrain.results import MetricsFile, RunFolder
 from fasttrain.resume import ResumePoint
@@ -87,6 +88,7 @@ class Session:
             attachments,
             self._callbacks(recorder),
             [self.metrics, *make_loggers(self.config.loggers, str(self.folder.path))],
+            RanksTogether(takes_sigterm=False, on_loss=self._rank_lost),
             profiler=self.clock,
             default_root_dir=str(self.folder.path),
         )
@@ -170,6 +172,13 @@ class Session:
         self.resume_point.interrupt()
         if not self.quiet:
             self.console.print("stopping after this step with a checkpoint; Ctrl-C again stops at once", style="yellow")
+
+    def _rank_lost(self, sentence: str) -> None:
+        """Leave a result: where the main thread waits for the lost rank it never comes to `finish`."""
+        seconds = self.recorder.seconds if self.recorder else 0.0
+        result = result_of(self.config, "failed", sentence, seconds, self.recorder, self.target, self.trainer, None)
+        if self.first:
+            self.folder.write_json("result.json", result)
 
     def _write_pictures(self, status: str) -> None:
         if self.recorder is None or not self.folder.metrics.exists():

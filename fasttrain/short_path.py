@@ -28,9 +28,6 @@ from fasttrain.trainer import changes_only_layout
 SECONDS_BETWEEN_DRAWS = 0.1
 """A progress bar is drawn at most ten times a second: each time costs a step's time and waits for the device."""
 
-BATCHES_BETWEEN_SIGNALS = 50
-"""With several processes Lightning broadcasts after every batch whether SIGTERM came, and waits for the answer."""
-
 KNOWN = ("lightning.", "pytorch_lightning.", "fasttrain.")
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -89,7 +86,7 @@ class ShortPath:
             self._find_hooks()
         batch = next(fetcher)[0]
         batch_idx = loop.batch_progress.current.ready
-        if trainer.world_size > 1 and batch_idx % BATCHES_BETWEEN_SIGNALS == 0:
+        if trainer.world_size > 1:
             loop._broadcast_sigterm_tensor()
         loop.batch_progress.is_last_batch = fetcher.done
 

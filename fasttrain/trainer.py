@@ -18,11 +18,16 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.config import TrainerConfig
+from fasttrain.ddp import strategy_of
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.optimization import Attachment
+from fasttrain.ranks_together import RanksTogether
 from fasttrain.sections import import_class
 
 BatchTransform = Callable[[Any], Any]
+
+NEVER = 2**31 - 1
+"""So many forwards that none of them is ever the one."""
 
 
 def make_trainer(
@@ -30,6 +35,7 @@ def make_trainer(
     attachments: Sequence[Attachment],
     callbacks: Sequence[pl.Callback],
     loggers: Sequence[Logger],
+    ranks: RanksTogether | None = None,
     **options: Any,
 ) -> pl.Trainer:
     """Return the Trainer of a run.
@@ -39,20 +45,23 @@ def make_trainer(
         attachments: the optimizations', in the plan's order; their options override `config`.
         callbacks: the flow's own, which come after the optimizations'.
         loggers: may be empty.
+        ranks: is told of an exception before all other callbacks, which may wait for the device.
         options: further arguments of lightning.Trainer.
 
     Raises:
         ConfigError: Lightning refuses the arguments.
         OptimizationError: two optimizations set the same option differently.
     """
-    arguments: dict[str, Any] = {key: _plain(value) for key, value in vars(config).items() if value is not None}
+    given = {key: value for key, value in vars(config).items() if value is not None and key != "ddp"}
+    arguments: dict[str, Any] = {key: _plain(value) for key, value in given.items()}
+    arguments["strategy"] = strategy_of(config)
     arguments.update(_joint_options(attachments), **options)
     attached = [callback for attachment in attachments for callback in attachment.callbacks]
     keeps_checkpoints = any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks)
     try:
         trainer = pl.Trainer(
             **arguments,
-            callbacks=[*attached, *callbacks],
+            callbacks=[*([ranks] if ranks is not None else []), *attached, *callbacks],
             logger=list(loggers) or False,
             enable_model_summary=False,
             enable_checkpointing=keeps_checkpoints,
@@ -172,7 +181,8 @@ def build_ddp_on(trainer: pl.Trainer, stream: torch.cuda.Stream) -> None:
     """Have Lightning's DDP strategy wrap the model on a stream that is known; asked for before the model is set up.
 
     DDP makes the nodes that accumulate gradients, and they go on running on the stream on which it was built: a step is
-    captured on that stream or not at all. Lightning builds on a side stream that it makes for this alone.
+    captured on that stream or not at all. Lightning builds on a side stream that it makes for this alone. Nor may DDP
+    time itself, which it does at every hundredth forward: it asks events for it, and a capture that did would fail.
     """
     if not isinstance(trainer.strategy, DDPStrategy):
         return
@@ -184,6 +194,7 @@ def build_ddp_on(trainer: pl.Trainer, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             wrapped = DistributedDataParallel(module=model, device_ids=device_ids, **strategy._ddp_kwargs)
+        wrapped._set_ddp_runtime_logging_sample_rate(NEVER)
         current.wait_stream(stream)
         return wrapped
 
@@ -278,12 +289,19 @@ def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
 def _leave_sigterm_to_the_run(trainer: pl.Trainer) -> None:
     """Take Lightning's own reaction to SIGTERM away; a handler set before the fit is called all the same.
 
-    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for. On
-    several processes it also passes the signal on to them, so there it stays.
+    Lightning raises after the batch or in the evaluation, before the checkpoint that the run's handler asks for, and
+    with several processes it asks before every batch. What stays is that the launcher's process passes the signal on.
     """
-    if trainer.world_size == 1:
-        connector: Any = trainer._signal_connector
-        connector._sigterm_notifier_fn = lambda number, frame: None
+    connector: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    launcher: Any = trainer.strategy.launcher
+
+    def pass_on(number: int, frame: Any) -> None:
+        if trainer.world_size > 1 and launcher is not None:
+            launcher.kill(number)
+
+    connector._sigterm_notifier_fn = pass_on
+    loop._broadcast_sigterm_tensor = lambda: None
 
 
 def _joint_options(attachments: Sequence[Attachment]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric, _Sync
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.epoch_loop import DelegatedOptimization, Window
@@ -48,7 +49,9 @@ STOOD_ON: list[tuple[Callable[..., Any], str, str]] = [
     (ClosureResult.asdict, "0e6b285ed0c6", OPTIMIZATION),
     (_block_parallel_sync_behavior, "e4860466147b", OPTIMIZATION),
     (_TrainingEpochLoop.advance, "652cf8f592a6", PATH),
-    (_TrainingEpochLoop._broadcast_sigterm_tensor, "f2111dcfb613", PATH),
+    (_TrainingEpochLoop._broadcast_sigterm_tensor, "f2111dcfb613", "sigterm.StopTogether, in whose place it is"),
+    (_SignalConnector._sigterm_notifier_fn, "c5412c5e2322", "sigterm.StopTogether, in whose place it is"),
+    (_SignalConnector.register_signal_handlers, "40b6c0168bf0", "sigterm.StopTogether, which it is to find"),
     (_TrainingEpochLoop._build_kwargs, "ef10371fff22", PATH),
     (_TrainingEpochLoop._should_accumulate, "31bcdde13183", "DelegatedOptimization.next_window"),
     (_TrainingEpochLoop._num_ready_batches_reached, "f63510695d44", PATH),

@@ -33,11 +33,11 @@ from fasttrain.callbacks.evaluation_ranks import (
 from fasttrain.callbacks.evaluation_ranks.strategy import known, only
 from fasttrain.checkpoints import LAST
 from fasttrain.config import CheckpointConfig, TargetConfig, TrainerConfig
+from fasttrain.ddp import processes_of
 from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Context, Refuses
 from fasttrain.resume import ResumePoint
-from fasttrain.run import processes_of
 from fasttrain.target import StopAtTarget
 
 forks = pytest.mark.skipif(torch.cuda.is_initialized(), reason="a process that uses CUDA can't be forked")
@@ -322,7 +322,7 @@ def test_a_rank_loads_its_own_batches_alone() -> None:
 )
 def test_the_plan_knows_the_processes(devices: Any, nodes: int, processes: int) -> None:
     config = TrainerConfig(devices=devices, num_nodes=nodes)
-    assert processes_of(config, Hardware("cpu", "cpu", "a CPU", 2)) == processes
+    assert processes_of(config, on_gpu=False) == processes
     context = Context(Module(), Data(), Hardware("cpu", "cpu", "a CPU", 2), processes=processes)
     verdict = EvaluationRanksOptimization(EvaluationRanksConfig(eval_ranks=2)).check(context)
     if processes > 2:

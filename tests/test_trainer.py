@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from fasttrain import trainer as reach
@@ -462,16 +463,24 @@ def test_ddp_is_built_on_the_given_stream(monkeypatch: pytest.MonkeyPatch) -> No
     current, ours = Stream("current"), Stream("ours")
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
     monkeypatch.setattr("torch.cuda.stream", on)
-    monkeypatch.setattr(
-        reach, "DistributedDataParallel", lambda **arguments: built.append((arguments, list(running))) or "wrapped"
-    )
+
+    class Wrapped:
+        def __init__(self, **arguments: Any) -> None:
+            built.append((arguments, list(running)))
+
+        def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+            self.times_itself_every = rate
+
+    monkeypatch.setattr(reach, "DistributedDataParallel", Wrapped)
     strategy = DDPStrategy(find_unused_parameters=False, bucket_cap_mb=50)
     strategy.parallel_devices = [torch.device("cuda", 1)]
     monkeypatch.setattr(DDPStrategy, "local_rank", 0)
     trainer: Any = SimpleNamespace(strategy=strategy)
     reach.build_ddp_on(trainer, ours)  # type: ignore[arg-type]
     module = nn.Linear(1, 1)
-    assert strategy._setup_model(module) == "wrapped"
+    wrapped: Any = strategy._setup_model(module)
+    assert wrapped.times_itself_every > 10**9  # its clock would end a capture
+    assert callable(DistributedDataParallel._set_ddp_runtime_logging_sample_rate)
     options = {"find_unused_parameters": False, "bucket_cap_mb": 50}
     assert built == [({"module": module, "device_ids": [1], **options}, [ours])]
     assert ours.waited_for == ["current"]

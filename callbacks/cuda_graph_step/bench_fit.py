@@ -161,14 +161,13 @@ def timed_fit(
     with tempfile.TemporaryDirectory() as folder, quiet_libraries():
         trainer = pl.Trainer(
             accelerator=accelerator,
-            devices=1,
             max_epochs=1,
             precision=precision,
             logger=CSVLogger(folder),
             default_root_dir=folder,
             callbacks=[timer, *([timer.graph] if timer.graph is not None else [])],
             enable_model_summary=False,
-            **options,
+            **{"devices": 1, **options},
         )
         trainer.fit(module, Endless(batches, steps))
 

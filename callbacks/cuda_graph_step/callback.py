@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
 
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import decide
@@ -19,6 +20,7 @@ from fasttrain.callbacks.cuda_graph_step.step import GraphedStep, Key, StepGraph
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.overriding import overridden
+from fasttrain.ranks_together import RanksTogether
 from fasttrain.short_path import ShortPath
 from fasttrain.trainer import build_ddp_on, transform_batches
 
@@ -48,7 +50,7 @@ class CUDAGraphStep(pl.Callback):
         self.config = CUDAGraphStepConfig(**parameters)
         self.stand_in = stand_in
         self.step: GraphedStep | None = None
-        self.pool: GraphPool[StepGraph] = self._make_pool(1)
+        self.pool: GraphPool[StepGraph] = self._make_pool(self.config.warm_up)
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.refusal: str | None = None
@@ -56,11 +58,15 @@ class CUDAGraphStep(pl.Callback):
         self._short_path: ShortPath | None = None
         self._put_precision_back: Any = None
         self._recorder: CudaRecorder | None = None
+        self._ranks = RanksTogether()
+        """A replay waits for the other ranks without end; somebody has to look after them."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have inputs padded, if asked for, and DDP built on the stream on which the step will be captured."""
         device = trainer.strategy.root_device
         captures = device.type == "cuda" and not self.stand_in
+        if captures or self.stand_in:
+            self._ranks.setup(trainer, pl_module, stage)
         if stage == "fit" and captures and isinstance(trainer.strategy, DDPStrategy):
             self._recorder = CudaRecorder(device)
             build_ddp_on(trainer, self._recorder.stream)
@@ -88,7 +94,9 @@ class CUDAGraphStep(pl.Callback):
                 self._note(f"the optimizer's step is left outside, since {type(scaler).__name__} scales the loss")
                 optimizer.release()
                 optimizer = None
-        self.pool = self._make_pool(trainer.world_size)
+        # A single process may have DDP, too: the one that trains beside evaluation ranks, for instance.
+        averages = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self.pool = self._make_pool(max(self.config.warm_up, WARM_UP_OF_DDP if averages else 0))
         keeps = self.config.keep_gradients or _somebody_reads_gradients(trainer, pl_module)
         self.step = GraphedStep(
             trainer,
@@ -120,7 +128,12 @@ class CUDAGraphStep(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Give everything back here too; Lightning calls nothing else then."""
+        self._ranks.on_exception(trainer, pl_module, exception)
         self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let the other ranks go."""
+        self._ranks.teardown(trainer, pl_module, stage)
 
     def table(self) -> Table:
         """Return what happened to the steps, by input signature."""
@@ -149,8 +162,7 @@ class CUDAGraphStep(pl.Callback):
         self._note(f"the optimizer's step is left outside of the graph, since {reason}")
         return None
 
-    def _make_pool(self, world_size: int) -> GraphPool[StepGraph]:
-        warm_up = self.config.warm_up if world_size == 1 else max(self.config.warm_up, WARM_UP_OF_DDP)
+    def _make_pool(self, warm_up: int) -> GraphPool[StepGraph]:
         return GraphPool(self.config.max_graphs, warm_up, self.config.eager_first)
 
     def _recorder_of(self, device: torch.device) -> Recorder:

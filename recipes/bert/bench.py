@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fasttrain.bench import Case
 from fasttrain.callbacks import CATALOGUE
+from fasttrain.callbacks.cuda_graph_step.bench_ranks import RankWork, two_gpus
 from fasttrain.callbacks.sequence_packing.bench import generated_lengths
 from fasttrain.config import TrainerConfig
 from fasttrain.environment import Hardware
@@ -82,7 +83,31 @@ def cases() -> list[Case]:
     return [
         Case("bert", "large_512", f"{large}, 56 sequences a step", large_512, True),
         Case("bert", "large_512_rows2", f"{large}, 2 packed rows a step: eager against graph", large_512_rows2, True),
+        Case(
+            "bert",
+            "two_gpus",
+            f"{large}, 56 sequences a step and GPU: two GPUs against one",
+            lambda: two_gpus("bert", f"{__name__}:rank_work"),
+            needs_gpu=True,
+        ),
     ]
+
+
+def rank_work(rows: int = 56, **model: Any) -> RankWork:
+    """Return what each GPU trains on in `two_gpus`: full rows, so that each step is the same work.
+
+    Args:
+        rows: in a batch.
+        model: sizes, where they are not BERT-large's.
+    """
+    torch.manual_seed(0)
+    config = BertConfig(**{"vocab_size": VOCABULARY, **model})
+    with Corpus(np.full(2 * rows, config.max_positions)) as folder:
+        data = CorpusData(folder, DataConfig(batch_size=rows, num_workers=0, max_length=config.max_positions))
+        data.setup("fit")
+        batches = list(data.train_dataloader())
+    module = BertTraining(TrainingConfig(config, OptimizerConfig(total_steps=6700)))
+    return RankWork(module, batches, rows, f"BERT-large, {config.max_positions} tokens, {rows} full rows a GPU, LAMB")
 
 
 def large_512(*, variants: str = EVERY_VARIANT, batch_size: int = 56) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from fasttrain.bench import Case
 from fasttrain.callbacks.bn_relu.sites import BNReLUSurgery
 from fasttrain.callbacks.channels_last.layout import batch_to_channels_last, to_channels_last
 from fasttrain.callbacks.cuda_graph_step.bench_fit import StepTimer, timed_fit
+from fasttrain.callbacks.cuda_graph_step.bench_ranks import RankWork, two_gpus
 from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
 from fasttrain.measure import Row, make_row
 from fasttrain.recipes.resnet50 import bench_grocery, bench_imagenet
@@ -37,7 +38,22 @@ def cases() -> list[Case]:
         ),
         *bench_imagenet.cases(),
         bench_grocery.case(),
+        Case(
+            "resnet50",
+            "two_gpus",
+            "training images/s a GPU at 224², batch 256 a GPU: two GPUs against one",
+            lambda: two_gpus("resnet50", f"{__name__}:rank_work"),
+            needs_gpu=True,
+        ),
     ]
+
+
+def rank_work() -> RankWork:
+    """Return what each GPU trains on in `two_gpus`: the network in channels_last, with bn_relu."""
+    module = make_module("resnet50", 256)
+    _fused(module)
+    batches = [batch_to_channels_last(each) for each in random_batches(256, 224, "cpu")]
+    return RankWork(module, batches, 256, "224², batch 256 a GPU, LARS, channels_last, bn_relu")
 
 
 def step_rows(batch: int, side: int = 224, arch: Any = "resnet50", accelerator: str = "gpu") -> Iterator[Row]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fasttrain.bench import Case
 from fasttrain.callbacks import CATALOGUE
+from fasttrain.callbacks.cuda_graph_step.bench_ranks import RankWork, two_gpus
 from fasttrain.callbacks.focal_loss import FocalLoss
 from fasttrain.callbacks.focal_loss.sites import FocalLossSurgery
 from fasttrain.measure import Row, captured, make_row, sample_ms
@@ -21,6 +22,7 @@ from fasttrain.plan import requested
 from fasttrain.recipes.retinanet.matching import PADDING_LABEL as PADDING
 from fasttrain.recipes.retinanet.matching import match
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
+from fasttrain.recipes.retinanet.module import RetinaNetTraining, TrainingConfig
 
 BATCHES = (16, 32)
 BOXES, MAX_BOXES = 16, 1000
@@ -39,7 +41,24 @@ def cases() -> list[Case]:
         Case("retinanet", f"step_800_b{batch}", f"MLPerf's step at 800², batch {batch}, images/s and ms",
              lambda batch=batch: step_rows(batch), needs_gpu=True)  # type: ignore[misc]
         for batch in BATCHES
+    ] + [
+        Case("retinanet", "two_gpus", "training images/s a GPU at 800², batch 32 a GPU: two GPUs against one",
+             lambda: two_gpus("retinanet", f"{__name__}:rank_work"), needs_gpu=True)
     ]  # fmt: skip
+
+
+def rank_work() -> RankWork:
+    """Return what each GPU trains on in `two_gpus`: MLPerf's network with all patches, matching in the step."""
+    torch.manual_seed(0)
+    module = RetinaNetTraining(TrainingConfig(model=CONFIG))
+    module.to(memory_format=torch.channels_last)
+    for name in (*PATCHES, MATCHING):
+        _patch(module.model, name)
+    images, boxes, labels = _batch(32, "cpu")
+    boxes, labels = F.pad(boxes, (0, 0, 0, MAX_BOXES - BOXES)), F.pad(labels, (0, MAX_BOXES - BOXES), value=PADDING)
+    batch = {"images": images, "boxes": boxes, "labels": labels}
+    what = f"800², batch 32 a GPU, Adam, channels_last, {', '.join((*PATCHES, MATCHING))}"
+    return RankWork(module, [batch], 32, what)
 
 
 def step_rows(batch: int) -> Iterator[Row]:
@@ -110,10 +129,10 @@ def _patch(model: RetinaNet, name: str) -> None:
     PatchSurgery(model, optimization.callback.patches).apply()
 
 
-def _batch(batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    images = torch.randint(256, (batch, 3, *CONFIG.image_size), dtype=torch.uint8, device="cuda")
+def _batch(batch: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+    images = torch.randint(256, (batch, 3, *CONFIG.image_size), dtype=torch.uint8, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
-    corners = torch.rand(batch, BOXES, 2, device="cuda") * 500
-    boxes = torch.cat([corners, corners + 32 + torch.rand(batch, BOXES, 2, device="cuda") * 250], dim=2)
-    labels = torch.randint(CONFIG.num_classes, (batch, BOXES), device="cuda")
+    corners = torch.rand(batch, BOXES, 2, device=device) * 500
+    boxes = torch.cat([corners, corners + 32 + torch.rand(batch, BOXES, 2, device=device) * 250], dim=2)
+    labels = torch.randint(CONFIG.num_classes, (batch, BOXES), device=device)
     return images, boxes, labels
