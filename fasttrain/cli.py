@@ -181,14 +181,24 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("report.html"),
 ) -> None:
-    """Print tables of one or more runs and write them, with plots and pictures, as one self-contained HTML page."""
+    """Print tables of one or more runs and write them, with plots and pictures, as one self-contained HTML page.
+
+    MLPerf result files among them are scored, judged by MLPerf's own checkers, and shown beside public results; a
+    folder with nothing else, of a public submission for instance, may be given too.
+    """
+    from fasttrain.mlperf.result import result_files
+    from fasttrain.mlperf.tables import mlperf_tables
     from fasttrain.report import print_report
     from fasttrain.report_page import write_page
-    from fasttrain.run_summary import load_run
+    from fasttrain.run_summary import is_run_folder, load_run
 
-    loaded = [load_run(run) for run in runs]
-    print_report(loaded)
-    write_page(loaded, out)
+    # A folder of result files alone may be anybody's; whatever else is no run folder is load_run's to refuse.
+    loaded = [load_run(run) for run in runs if is_run_folder(run) or not result_files(run)]
+    further = mlperf_tables(runs)
+    print_report(loaded, wide_console() if further else None, further)
+    if not loaded:
+        return
+    write_page(loaded, out, further)
     Console().print(f"page: {out}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -140,8 +140,8 @@ class Session:
         config = self.config.mlperf
         if config.benchmark is None:
             raise ConfigError(
-                f"mlperf.enabled: the recipe '{self.config.recipe}' names no benchmark; set mlperf.benchmark to the path "
-                "of a fasttrain.mlperf.benchmark.Benchmark, like my_project.mlperf.BENCHMARK."
+                f"mlperf.enabled: the recipe '{self.config.recipe}' names no benchmark; set mlperf.benchmark to the "
+                "path of a fasttrain.mlperf.benchmark.Benchmark, like my_project.mlperf.BENCHMARK."
             )
         benchmark = find_benchmark(config.benchmark)
         if config.clear_cache and self.first:
@@ -202,8 +202,8 @@ def _refuse_early_data(logger: MLPerfLogger, prepared: Prepared) -> None:
     example = prepared.context.example
     if logger.submission.division == "closed" and example is not None and example.was_drawn:
         raise ConfigError(
-            "mlperf: an optimization has measured itself on a batch of training data, and in the closed division none may "
-            "be read before the clock starts; set measure=false for those whose plan line tells a measurement, or "
+            "mlperf: an optimization has measured itself on a batch of training data, and in the closed division none "
+            "may be read before the clock starts; set measure=false for those whose plan line tells a measurement, or "
             "mlperf.submission.division=open."
         )
 

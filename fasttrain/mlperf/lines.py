@@ -2,8 +2,8 @@
 
     :::MLLOG {"namespace": "", "time_ms": 1653326180719, "event_type": "INTERVAL_START", "key": "run_start", ...}
 
-The lines are written here rather than by the mlperf-logging package, whose logger is one for the whole process and prints
-too; its checker is what they are tested with.
+They are written here rather than by the mlperf-logging package, whose logger is one for the whole process, and prints
+too; its checker is what they are tested with, and all that needs it.
 """
 
 import json

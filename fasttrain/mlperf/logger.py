@@ -19,10 +19,10 @@ from fasttrain.trainer import before_training_loaders, epoch_is_complete, traini
 
 
 class MLPerfLogger(pl.Callback):
-    """Tells a fit as MLPerf's events: `Trainer(callbacks=[StopAtTarget(...), MLPerfLogger(BENCHMARK, "result_0.txt")])`.
+    """Tells a fit as MLPerf's events: `Trainer(callbacks=[StopAtTarget(...), MLPerfLogger(BENCHMARK, file)])`.
 
-    The clock, from `run_start` to `run_stop`, begins before the first training batch is asked for, or before loaders are
-    made whose processes read ahead, and ends with the score that reaches the target, however late that arrives. Of
+    The clock, from `run_start` to `run_stop`, begins before the first training batch is asked for, or before loaders
+    are made whose processes read ahead, and ends with the score that reaches the target, however late that arrives. Of
     several processes the first one writes. A resumed fit has no such time: it writes nothing, and warns.
 
     Args:
@@ -90,6 +90,7 @@ class MLPerfLogger(pl.Callback):
                   "status": submission.status, "platform": platform}  # fmt: skip
         for key, value in values.items():
             file.event(f"submission_{key}", value)
+        file.event("mlperf_ruleset", self.benchmark.ruleset)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
@@ -173,8 +174,8 @@ class MLPerfLogger(pl.Callback):
             if found is None:
                 logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
                 raise ConfigError(
-                    f"mlperf: {self.benchmark.name} is scored by '{self.benchmark.metric}', which is not logged when the "
-                    f"evaluation ends; logged are: {logged}. For scores that come later, add "
+                    f"mlperf: {self.benchmark.name} is scored by '{self.benchmark.metric}', which is not logged when "
+                    f"the evaluation ends; logged are: {logged}. For scores that come later, add "
                     "fasttrain.target.StopAtTarget to the callbacks."
                 )
             self._scored(float(found), trainer.global_step)
@@ -213,13 +214,13 @@ class MLPerfLogger(pl.Callback):
         goal, benchmark = self._target.target, self.benchmark
         if goal.metric != benchmark.metric:
             raise ConfigError(
-                f"mlperf: {benchmark.name} is scored by '{benchmark.metric}', but target.metric is '{goal.metric}'; set "
-                f"target.metric={benchmark.metric}."
+                f"mlperf: {benchmark.name} is scored by '{benchmark.metric}', but target.metric is '{goal.metric}'; "
+                f"set target.metric={benchmark.metric}."
             )
         if self.submission.division == "closed" and not benchmark.is_reached_by(goal.value):
             raise ConfigError(
-                f"mlperf: the closed division's target of {benchmark.name} is {benchmark.target:g}, but target.value is "
-                f"{goal.value:g}, which is easier; raise it, or set mlperf.submission.division=open."
+                f"mlperf: the closed division's target of {benchmark.name} is {benchmark.target:g}, but target.value "
+                f"is {goal.value:g}, which is easier; raise it, or set mlperf.submission.division=open."
             )
 
     def _note_loaders(self) -> None:

@@ -19,6 +19,6 @@ def clear_page_cache(switch: Path = SWITCH) -> None:
         switch.write_text("3\n")
     except OSError as error:
         raise ConfigError(
-            f"mlperf.clear_cache: {switch} can't be written ({error.strerror}), which empties Linux's cache of files; run "
-            "as root on the machine itself, or set mlperf.clear_cache=false: the file will say that it was not cleared."
+            f"mlperf.clear_cache: {switch} can't be written ({error.strerror}), which empties Linux's cache of files; "
+            "run as root on the machine itself, or set mlperf.clear_cache=false: the result file says which it was."
         ) from None

@@ -15,7 +15,7 @@ RENAMED = (
     (r"\.weight$", ".kernel"),
     (r"layer\.(\d+)", r"layer_\1"),
 )
-"""From our names to those of the TensorFlow reference, which the rules have: the first of several that fit an ending."""
+"""From our names to those of the TensorFlow reference, which the rules have; applied one after another."""
 
 
 def logged_name(name: str) -> str:
