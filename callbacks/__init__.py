@@ -41,6 +41,7 @@ from fasttrain.callbacks.sequence_packing import (
     SequencePackingOptimization,
     packed_attention,
 )
+from fasttrain.mlperf.logger import MLPerfLogger
 from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
@@ -112,6 +113,7 @@ __all__ = [
     "GemmGELUOptimization",
     "GemmReLUOptimization",
     "LayerNormDropoutOptimization",
+    "MLPerfLogger",
     "PrecisionOptimization",
     "RegionalCompile",
     "SequencePackingDataModule",

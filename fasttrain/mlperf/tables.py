@@ -104,9 +104,9 @@ def public_table(benchmark: str, results: Sequence[RunResult]) -> TextTable:
     columns = ("who", "system", "minutes", "GPU minutes", "trained", "global batch", "samples/s/GPU", "source")
     note = (
         f"{len(shown_anchors(benchmark))} of the {len(anchors(benchmark))} public results in anchors.csv. Sources are "
-        "folders of github.com/mlcommons/training_results_vN, N being the round; minutes were computed from their logs, "
-        "the mean without the fastest and the slowest run; throughput is training's alone where the logs tell it apart. "
-        "An open run on other data is no comparison."
+        "folders of github.com/mlcommons/training_results_vN, N being the round; minutes were computed from their "
+        "logs, the mean without the fastest and the slowest run; throughput is training's alone where the logs tell it "
+        "apart. An open run on other data is no comparison."
     )
     return TextTable(f"{benchmark} in public", columns, "llrrrrrl", tuple(rows), note)
 

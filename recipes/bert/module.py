@@ -26,7 +26,8 @@ class TrainingConfig:
     model: BertConfig = field(default_factory=BertConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluate_every_samples: int | None = None
-    """Sequences between two evaluations, in place of the Trainer's intervals; `mlperf.projection.bert_interval` has MLPerf's."""
+    """Sequences between two evaluations, in place of the Trainer's intervals; MLPerf's are `bert_interval` of
+    `fasttrain.mlperf.projection`."""
 
 
 class BertTraining(pl.LightningModule):
