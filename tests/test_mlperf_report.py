@@ -137,6 +137,17 @@ def test_runs_that_converge_faster_than_the_reference_are_found_out(tmp_path: Pa
 
 
 @with_checker
+def test_a_score_with_a_little_less_training_is_multiplied(tmp_path: Path) -> None:
+    paths = [write_result(tmp_path / f"result_{n}.txt", 600, epochs) for n, epochs in enumerate((15, 15, 15, 14, 15))]
+    for path in paths:
+        path.write_text(path.read_text().replace('"value": 256', '"value": 4096'))
+    _, scores, _ = mlperf_tables([tmp_path])
+    reference = expected_to_converge("ssd", 4096)[0]
+    assert cells(scores, "minutes") == [f"{10 * reference / 15:.3f}"]
+    assert f"times {reference / 15:.4f}, for it took less training than the reference" in scores.note
+
+
+@with_checker
 def test_a_missed_target_and_a_broken_file_are_told(tmp_path: Path) -> None:
     write_result(tmp_path / "result_0.txt", 100, 8, status="aborted", score=0.2)
     (tmp_path / "result_1.txt").write_text(':::MLLOG {"time_ms": 1, "key": "run_st')

@@ -22,6 +22,8 @@ class Verdict:
 
     passed: bool
     reasons: tuple[str, ...] = ()
+    factor: float = 1.0
+    """By which a score is multiplied that was reached with less training than the reference's."""
 
 
 def require_mlperf_logging() -> None:
@@ -63,7 +65,9 @@ def check_convergence(files: Sequence[Path], ruleset: str = "2.0.0") -> Verdict:
     said = (done.stdout + done.stderr).splitlines()
     verdict = [line.rpartition(" - ")[2] for line in said if "RCP test" in line]
     if verdict:
-        return Verdict(done.returncode == 0, (verdict[-1].partition(", consider")[0],))
+        factors = re.findall(r"normalized by factor of .* = ([\d.]+)", "\n".join(said))
+        factor = float(factors[-1]) if factors else 1.0
+        return Verdict(done.returncode == 0, (verdict[-1].partition(", consider")[0],), factor)
     return Verdict(False, (said[-1] if said else f"the checker ended with status {done.returncode}",))
 
 

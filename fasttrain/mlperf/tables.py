@@ -72,11 +72,15 @@ def scores_table(results: Sequence[RunResult]) -> TextTable:
         required = REQUIRED_RUNS.get(first.benchmark or "")
         if required and len(group) < required:
             notes.append(f"{first.benchmark}: a result needs {required} runs, here are {len(group)}.")
+        check, factor = _convergence(group)
+        if factor != 1:
+            notes.append(f"{first.benchmark}: times {factor:.4f}, for it took less training than the reference.")
+        score = score_of(group)
         rows.append((
             first.benchmark or UNKNOWN, first.division or UNKNOWN, first.platform or UNKNOWN,
             format_number(first.global_batch), f"{len(group)} of {required}" if required else str(len(group)),
-            str(sum(result.converged for result in group)), minutes(score_of(group)), _trained(group),
-            _reference(first), _convergence(group),
+            str(sum(result.converged for result in group)), minutes(None if score is None else score * factor),
+            _trained(group), _reference(first), check,
         ))  # fmt: skip
     columns = ("benchmark", "division", "platform", "global batch", "runs", "converged", "minutes", "trained",
                "reference", "convergence check")  # fmt: skip
@@ -104,9 +108,9 @@ def public_table(benchmark: str, results: Sequence[RunResult]) -> TextTable:
     columns = ("who", "system", "minutes", "GPU minutes", "trained", "global batch", "samples/s/GPU", "source")
     note = (
         f"{len(shown_anchors(benchmark))} of the {len(anchors(benchmark))} public results in anchors.csv. Sources are "
-        "folders of github.com/mlcommons/training_results_vN, N being the round; minutes were computed from their "
-        "logs, the mean without the fastest and the slowest run; throughput is training's alone where the logs tell it "
-        "apart. An open run on other data is no comparison."
+        "folders of github.com/mlcommons/training_results_vN, N being the round; minutes were computed from their logs "
+        "as MLPerf does; throughput is training's alone where the logs tell it apart. An open run on other data is no "
+        "comparison."
     )
     return TextTable(f"{benchmark} in public", columns, "llrrrrrl", tuple(rows), note)
 
@@ -139,16 +143,17 @@ def _reference(result: RunResult) -> str:
         return f"none at {result.global_batch:,}"
 
 
-def _convergence(group: Sequence[RunResult]) -> str:
+def _convergence(group: Sequence[RunResult]) -> tuple[str, float]:
+    """Return the convergence checker's verdict in words, and the factor of the score."""
     benchmark = group[0].benchmark
     if benchmark is None or not reference_points(benchmark):
-        return "no reference points"
+        return "no reference points", 1.0
     least = 2 * left_out(benchmark) + 1
     converged = sum(result.converged for result in group)
     if converged < least:
-        return f"not run: it needs {least} converged runs, here are {converged}"
-    verdict, missing = _asked(lambda: check_convergence([result.path for result in group], group[0].ruleset))
-    return "not run" if verdict is None else verdict.reasons[0] if verdict.reasons else str(missing)
+        return f"not run: it needs {least} converged runs, here are {converged}", 1.0
+    verdict, _ = _asked(lambda: check_convergence([result.path for result in group], group[0].ruleset))
+    return ("not run", 1.0) if verdict is None else (verdict.reasons[0], verdict.factor)
 
 
 def _asked(ask: Callable[[], Verdict]) -> tuple[Verdict | None, str | None]:
