@@ -30,6 +30,7 @@ app = typer.Typer(
     [bold]fasttrain tune retinanet[/]                       which modules pay to be fused on this GPU, measured and kept
     [bold]fasttrain bench data retinanet[/]                  whether it waits for its data, and what would help
     [bold]fasttrain plan batch 1281167 --gpus=8 --batch=408[/]  what a batch size wastes of an epoch
+    [bold]fasttrain plan time retinanet --gpus=8 --batch=32 --rate=340[/]  estimated time to train
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )

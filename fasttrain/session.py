@@ -115,7 +115,9 @@ class Session:
         except Exception as failure:  # whatever it is, it must not take the place of the error that ended the run
             self._not_written(failure)
         if not self.quiet and self.recorder is not None:
-            for line in summary_lines(self.result, self.folder.path):
+            mlperf = self.mlperf
+            told = [f"mlperf: {mlperf.status}, {mlperf.path}"] if mlperf is not None and mlperf.status else []
+            for line in [*summary_lines(self.result, self.folder.path), *told]:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _callbacks(self, recorder: RunRecorder) -> list[pl.Callback]:

@@ -11,6 +11,7 @@ from mlperf_fits import TOY, Module, Samples, events, keys, loader, only, toy_fi
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import fasttrain
 from fasttrain.callbacks import AsyncCOCOScoring
 from fasttrain.config import TargetConfig
 from fasttrain.errors import ConfigError
@@ -202,3 +203,11 @@ def test_nan_is_no_score_that_reaches_anything(tmp_path: Path) -> None:
             self.log("mean", torch.tensor(float("nan")))
 
     assert toy_fit(tmp_path / "result_0.txt", module=Diverges(), epochs=1).status == "aborted"
+
+
+def test_the_pages_python_block_runs() -> None:
+    page = (Path(fasttrain.__file__).parent / "mlperf" / "README.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    found: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), found)
+    assert [type(each) for each in found["callbacks"]] == [StopAtTarget, MLPerfLogger]

@@ -22,7 +22,7 @@ from fasttrain.mlperf.projection import Assumptions, estimate, estimate_lines, r
 from fasttrain.mlperf.public import anchors, expected_to_converge, reference_points, shown_anchors
 from fasttrain.mlperf.result import read_result
 from fasttrain.mlperf.score import REQUIRED_RUNS, olympic_mean
-from fasttrain.mlperf.tables import mlperf_tables
+from fasttrain.mlperf.tables import mlperf_tables, scores_table
 from fasttrain.report import TextTable, print_tables
 
 with_checker = pytest.mark.skipif(find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed")
@@ -141,7 +141,7 @@ def test_a_score_with_a_little_less_training_is_multiplied(tmp_path: Path) -> No
     paths = [write_result(tmp_path / f"result_{n}.txt", 600, epochs) for n, epochs in enumerate((15, 15, 15, 14, 15))]
     for path in paths:
         path.write_text(path.read_text().replace('"value": 256', '"value": 4096'))
-    _, scores, _ = mlperf_tables([tmp_path])
+    scores = scores_table([read_result(path) for path in paths])
     reference = expected_to_converge("ssd", 4096)[0]
     assert cells(scores, "minutes") == [f"{10 * reference / 15:.3f}"]
     assert f"times {reference / 15:.4f}, for it took less training than the reference" in scores.note

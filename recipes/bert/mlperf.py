@@ -54,6 +54,6 @@ def global_batch(run: RunFacts) -> int:
 
 
 BENCHMARK = Benchmark(
-    "bert", metric="mlm_accuracy", target=0.720, progress="samples", hyperparameters=hyperparameters, tensors=tensors,
-    global_batch=global_batch,
+    "bert", metric="mlm_accuracy", target=0.720, ruleset="2.0.0", progress="samples", hyperparameters=hyperparameters,
+    tensors=tensors, global_batch=global_batch,
 )  # fmt: skip

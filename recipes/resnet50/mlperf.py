@@ -35,4 +35,6 @@ def tensors(run: RunFacts) -> list[str]:
     return logged_tensors(run.module.model)
 
 
-BENCHMARK = Benchmark("resnet", metric="top1", target=0.759, hyperparameters=hyperparameters, tensors=tensors)
+BENCHMARK = Benchmark(
+    "resnet", metric="top1", target=0.759, ruleset="2.0.0", hyperparameters=hyperparameters, tensors=tensors
+)

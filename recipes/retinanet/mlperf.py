@@ -23,4 +23,6 @@ def tensors(run: RunFacts) -> list[str]:
     return names
 
 
-BENCHMARK = Benchmark("ssd", metric="map", target=0.340, hyperparameters=hyperparameters, tensors=tensors)
+BENCHMARK = Benchmark(
+    "ssd", metric="map", target=0.340, ruleset="2.0.0", hyperparameters=hyperparameters, tensors=tensors
+)
