@@ -92,7 +92,7 @@ def toy_fit(
         accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, callbacks=[logger, *judges, *callbacks], **options,
     )  # fmt: skip
-    trainer.fit(module or Module(), train or loader(4), loader(2))
+    trainer.fit(module or Module(), loader(4) if train is None else train, loader(2))
     return logger
 
 

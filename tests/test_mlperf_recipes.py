@@ -106,6 +106,8 @@ def test_what_a_recipe_must_say_first(tmp_path: Path) -> None:
     session = Session(resolved, RunFolder.create(tmp_path / "c", "retinanet"), Console(), True, 0.0)
     with pytest.raises(ConfigError, match="a batch of training data, and in the closed division none may be read"):
         session.train(prepared, None)
+    with pytest.raises(ConfigError, match=r"mlperf.result is -1; files are numbered from 0"):
+        resolve(find_recipe("bert"), ["mlperf.result=-1"])
     with pytest.raises(ConfigError, match="has no 'BENCHMARKS'; did you mean 'BENCHMARK'"):
         find_benchmark("fasttrain.recipes.bert.mlperf.BENCHMARKS")
     with pytest.raises(ConfigError, match=r"is a function, not a fasttrain.mlperf.benchmark.Benchmark"):

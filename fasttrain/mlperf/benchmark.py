@@ -38,7 +38,7 @@ class RunFacts:
     def steps(self) -> int | None:
         """Optimizer steps of the whole run; None where it has no end."""
         steps = self.trainer.estimated_stepping_batches
-        return int(steps) if steps != float("inf") else None
+        return int(steps) if 0 < steps < float("inf") else None  # Lightning's -1 is no end, too
 
     def loader_batch(self) -> int:
         """Return the samples of a batch of the training loader, or 1 where it doesn't say."""
@@ -90,10 +90,9 @@ class Benchmark:
     global_batch: Callable[[RunFacts], int] = _global_batch
     """Samples of an optimizer step over all processes."""
 
-    def is_reached_by(self, score: float, target: float | None = None) -> bool:
-        """Whether a score is at least as good as the target, the benchmark's own unless given. NaN is not."""
-        wanted = self.target if target is None else target
-        return score >= wanted if self.mode == "max" else score <= wanted
+    def is_reached_by(self, score: float) -> bool:
+        """Whether a score is at least as good as the target. NaN is not."""
+        return score >= self.target if self.mode == "max" else score <= self.target
 
 
 def find_benchmark(path: str) -> Benchmark:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fasttrain.errors import ConfigError
+
 
 @dataclass
 class SubmissionConfig:
@@ -29,3 +31,7 @@ class MLPerfConfig:
     clear_cache: bool = False
     """Have Linux drop its cache of files before the run, as submissions do; only root may. The file says whether."""
     submission: SubmissionConfig = field(default_factory=SubmissionConfig)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.result, int) and self.result < 0:
+            raise ConfigError(f"mlperf.result is {self.result}; files are numbered from 0, or by the seed with null.")

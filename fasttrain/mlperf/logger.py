@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fasttrain.environment import Hardware
@@ -58,6 +59,11 @@ class MLPerfLogger(pl.Callback):
         self._target: StopAtTarget | None = None
         self._loaders_made_ms: int | None = None
         self._put_back: list[Any] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget a fit before."""
+        self.status = None
         self._evaluated: dict[int, float] = {}  # step -> epoch_num
         self._epoch: int | None = None  # the one that has begun and not ended
         self._eval_samples_told = False
@@ -72,6 +78,7 @@ class MLPerfLogger(pl.Callback):
         """Find who judges scores, and say who would submit."""
         if stage != "fit":
             return
+        self._begin()
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         self._target = next((each for each in callbacks if isinstance(each, StopAtTarget)), None)
         self._judge_target()
@@ -285,5 +292,7 @@ def _facts(trainer: pl.Trainer, module: pl.LightningModule) -> RunFacts:
 
 
 def _reads_when_asked(loader: Any) -> bool:
-    """Whether making a loader's iterator reads no sample yet."""
-    return isinstance(loader, Resumable) or getattr(loader, "num_workers", None) == 0
+    """Whether making a loader's iterator reads nothing yet; of one without a length Lightning fetches a batch ahead."""
+    return isinstance(loader, Resumable) or (
+        getattr(loader, "num_workers", None) == 0 and sized_len(loader) is not None
+    )
