@@ -32,7 +32,7 @@ class RunResult:
     scores: tuple[tuple[float, Any], ...]
     """(epoch_num, score) of each evaluation; a score is a number, or several by name."""
     samples_per_second: float | None
-    """Training throughput, median of what was tracked after the first value."""
+    """Training throughput as logged, median of what was tracked after the first value; of one process or of all."""
 
     @property
     def converged(self) -> bool:
@@ -114,6 +114,7 @@ def _value(events: Iterable[Mapping[str, Any]], key: str) -> Any:
 
 def _throughput(events: Iterable[Mapping[str, Any]]) -> float | None:
     tracked = [event["value"] for event in events if event["key"] == "tracked_stats"]
-    rates = [value["throughput"] for value in tracked if isinstance(value, dict) and "throughput" in value]
+    named = [value.get("throughput", value.get("imgs_sec")) for value in tracked if isinstance(value, dict)]
+    rates = [rate for rate in named if rate is not None]
     rates = sorted(rates[1:] or rates)
     return float(rates[len(rates) // 2]) if rates else None

@@ -53,7 +53,8 @@ def files_table(results: Sequence[RunResult], problems: Sequence[str] = ()) -> T
             result.status or "no run_stop", minutes(result.seconds), format_number(result.to_converge, 4),
             _score(result), format_number(result.samples_per_second), _words(result, verdict),
         ))  # fmt: skip
-    columns = ("file", "benchmark", "division", "status", "minutes", "converged at", "last score", "samples/s", "rules")
+    columns = ("file", "benchmark", "division", "status", "minutes", "converged at", "last score", "logged samples/s",
+               "rules")  # fmt: skip
     rulesets = ", ".join(sorted({result.ruleset for result in results})) or UNKNOWN
     notes.append(
         f"Minutes are run_start to run_stop. Rules: training {rulesets}, by mlperf-logging's compliance checker."
