@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from fasttrain.config import TargetConfig
 from fasttrain.mlperf.benchmark import Benchmark
-from fasttrain.mlperf.lines import TOKEN, ResultFile
+from fasttrain.mlperf.lines import ResultFile
 from fasttrain.mlperf.logger import MLPerfLogger
+from fasttrain.mlperf.result import TOKEN
 from fasttrain.target import StopAtTarget
 
 TOY = Benchmark("ssd", metric="mean", target=4.0, hyperparameters=lambda run: {"opt_name": "sgd"})

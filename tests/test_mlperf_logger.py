@@ -110,6 +110,19 @@ def test_the_clock_runs_before_the_first_sample_is_read(tmp_path: Path, workers:
     assert (start - made >= 300) == (not workers and not streams), "initialisation is on the clock of who reads ahead"
 
 
+@pytest.mark.parametrize(("division", "minutes"), [("open", 240), ("closed", 30)])
+def test_initialisation_beyond_its_limit_is_on_the_clock(tmp_path: Path, division: Any, minutes: int) -> None:
+    started = time.time() - 60 * minutes - 5
+    logger = MLPerfLogger(TOY, tmp_path / "r.txt", SubmissionConfig(division=division), started=started)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, callbacks=[logger],
+    )  # fmt: skip
+    trainer.fit(Module(), loader(4), loader(2))
+    begun, stop, start = (only(tmp_path / "r.txt", key)["time_ms"] for key in ("init_start", "init_stop", "run_start"))
+    assert stop == start == begun + minutes * 60_000 - 1, "as late as the checker has it"
+
+
 def test_progress_in_samples(tmp_path: Path) -> None:
     bert = Benchmark("bert", metric="mean", target=3.0, progress="samples")
     toy_fit(tmp_path / "result_0.txt", benchmark=bert, val_check_interval=1, accumulate_grad_batches=1)

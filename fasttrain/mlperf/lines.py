@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from fasttrain.mlperf.result import TOKEN
 from fasttrain.results import disk_error
-
-TOKEN = ":::MLLOG "
 
 
 def line_of(key: str, value: Any, metadata: Mapping[str, Any], time_ms: int) -> str:
