@@ -16,7 +16,7 @@ for name in names:
         importlib.import_module(name)
 wanted = ["recipes/retinanet.yaml", "recipes/bert.yaml", "configs/base.yaml", "configs/hardware/cpu.yaml", "py.typed"]
 wanted += ["configs/optimizations/none.yaml", "callbacks/channels_last/README.md", "recipes/retinanet/README.md"]
-wanted += ["report_page.html.j2"]
+wanted += ["report_page.html.j2", "mlperf/anchors.csv", "mlperf/reference_points.csv"]
 missing = [name for name in wanted if not (root / name).is_file()]
 assert not missing, f"the wheel lacks {missing}"
 

@@ -50,6 +50,7 @@ from fasttrain.callbacks.sequence_packing import (
     SequencePackingOptimization,
     packed_attention,
 )
+from fasttrain.mlperf.logger import MLPerfLogger
 from fasttrain.optimization import Optimization
 
 CATALOGUE: dict[str, type[Optimization[Any]]] = {
@@ -138,6 +139,7 @@ __all__ = [
     "GraphedEvaluation",
     "LabelledImages",
     "LayerNormDropoutOptimization",
+    "MLPerfLogger",
     "PrecisionOptimization",
     "RegionalCompile",
     "SequencePackingDataModule",

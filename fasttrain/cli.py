@@ -30,6 +30,7 @@ app = typer.Typer(
     [bold]fasttrain tune retinanet[/]                       which modules pay to be fused on this GPU, measured and kept
     [bold]fasttrain bench data retinanet[/]                  whether it waits for its data, and what would help
     [bold]fasttrain plan batch 1281167 --gpus=8 --batch=408[/]  what a batch size wastes of an epoch
+    [bold]fasttrain plan time retinanet --gpus=8 --batch=32 --rate=340[/]  estimated time to train
     [bold]fasttrain report runs/retinanet/*[/]               tables and one HTML page
     """,
 )
@@ -181,14 +182,24 @@ def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The HTML page to write.")] = Path("report.html"),
 ) -> None:
-    """Print tables of one or more runs and write them, with plots and pictures, as one self-contained HTML page."""
+    """Print tables of one or more runs and write them, with plots and pictures, as one self-contained HTML page.
+
+    MLPerf result files among them are scored, judged by MLPerf's own checkers, and shown beside public results; a
+    folder with nothing else, of a public submission for instance, may be given too.
+    """
+    from fasttrain.mlperf.result import result_files
+    from fasttrain.mlperf.tables import mlperf_tables
     from fasttrain.report import print_report
     from fasttrain.report_page import write_page
-    from fasttrain.run_summary import load_run
+    from fasttrain.run_summary import is_run_folder, load_run
 
-    loaded = [load_run(run) for run in runs]
-    print_report(loaded)
-    write_page(loaded, out)
+    # A folder of result files alone may be anybody's; whatever else is no run folder is load_run's to refuse.
+    loaded = [load_run(run) for run in runs if is_run_folder(run) or not result_files(run)]
+    further = mlperf_tables(runs)
+    print_report(loaded, wide_console() if further else None, further)
+    if not loaded:
+        return
+    write_page(loaded, out, further)
     Console().print(f"page: {out}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -38,6 +38,72 @@ def plan_batch(
         Console().print(line, highlight=False, soft_wrap=True)
 
 
+@plan_app.command("time")
+def plan_time(
+    benchmark: Annotated[str, typer.Argument(help="A recipe, or MLPerf's name of a benchmark: ssd, resnet, bert.")],
+    gpus: Annotated[int, typer.Option(help="GPUs of the whole run.")],
+    batch: Annotated[int, typer.Option(help="Samples a step and GPU.")],
+    rate: Annotated[
+        float | None, typer.Option(help="Training samples a second and GPU, as measured.", show_default=False)
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="CSV of result rows with that rate, in its place.", show_default=False)
+    ] = None,
+    case: Annotated[str, typer.Option(help="Of --rows: the case.")] = "",
+    variant: Annotated[str, typer.Option(help="Of --rows: the variant.")] = "ours",
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help="Share of it left on all GPUs; default 1 on one, else 0.95.", show_default=False),
+    ] = None,
+    evaluation_rate: Annotated[
+        float | None, typer.Option(help="The same in evaluation; default the training rate.", show_default=False)
+    ] = None,
+    scoring: Annotated[float, typer.Option(metavar="SECONDS", help="Of the host after each evaluation.")] = 0.0,
+    hidden: Annotated[bool, typer.Option(help="Whether training goes on meanwhile.")] = True,
+    first_steps: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Compiling, capturing, filling loaders on the clock.")
+    ] = 60.0,
+    epochs: Annotated[
+        float | None, typer.Option(help="To the target; default MLPerf's reference.", show_default=False)
+    ] = None,
+) -> None:
+    """Estimate a benchmark's time to train on so many GPUs, and show what the estimate rests on.
+
+    From a measured rate of one GPU, MLPerf's reference convergence points at the global batch, and evaluations' cost.
+    """
+    from fasttrain.mlperf.projection import WORK, Assumptions, estimate, estimate_lines, rate_from_rows
+
+    if (rate is None) == (rows is None):
+        raise ConfigError(
+            "give the measured rate of one GPU, either --rate=SAMPLES_PER_SECOND or --rows=FILE with --case and "
+            "--variant; `fasttrain bench` measures one."
+        )
+    measured = rate if rows is None else rate_from_rows(rows, case, variant)
+    assert measured is not None
+    name = benchmark if benchmark in WORK else _benchmark_of(benchmark)
+    left = (1.0 if gpus == 1 else 0.95) if efficiency is None else efficiency
+    given = Assumptions(gpus, batch, measured, left, evaluation_rate, scoring, hidden, first_steps, epochs)
+    for line in estimate_lines(estimate(name, given), given):
+        Console().print(line, highlight=False, soft_wrap=True)
+
+
+def _benchmark_of(recipe: str) -> str:
+    """Return MLPerf's name of the benchmark that a recipe says it is an attempt at."""
+    from fasttrain.config import load_layer
+    from fasttrain.mlperf.benchmark import find_benchmark
+    from fasttrain.mlperf.projection import WORK
+    from fasttrain.recipe import find_recipe
+
+    try:
+        file = find_recipe(recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).rstrip('.')}; benchmarks: {', '.join(WORK)}.") from None
+    path = (load_layer(file).values.get("mlperf") or {}).get("benchmark")
+    if not path:
+        raise ConfigError(f"{recipe}: the recipe names no mlperf.benchmark; name one of MLPerf's: {', '.join(WORK)}.")
+    return find_benchmark(str(path)).name
+
+
 @plan_app.command()
 def packing(
     data: Annotated[

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fasttrain.errors import ConfigError
 from fasttrain.judgement import REFUSALS, refusal, yaml_problem
+from fasttrain.mlperf.config import MLPerfConfig
 
 CONFIGS = Path(__file__).parent / "configs"
 RECIPES = Path(__file__).parent / "recipes"
@@ -128,6 +129,7 @@ class RunConfig:
     """Name of a room -> its parameters; null or false leaves it out."""
     refused_optimizations: Literal["report", "error"] = "report"
     """What to do when one that was asked for does not apply here."""
+    mlperf: MLPerfConfig = field(default_factory=MLPerfConfig)
     hardware: str = "auto"
     """A file of configs/hardware; `auto` looks at this machine."""
     preset: str | None = None

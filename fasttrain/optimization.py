@@ -148,6 +148,11 @@ class ExampleBatch:
             self._drawn = True
         return self._batch
 
+    @property
+    def was_drawn(self) -> bool:
+        """Whether training data have been read for it."""
+        return self._drawn
+
     def _draw(self) -> Any:
         self._data.setup("fit")
         first = next(iter(CombinedLoader(self._data.train_dataloader(), "max_size_cycle")), None)

@@ -310,8 +310,8 @@ def _speed_up(row: Mapping[str, Any], baseline: Mapping[str, Any]) -> float | No
     return value / base if unit.endswith(("/s", "/second", "per second", "per_second", "_per_s")) else None
 
 
-def print_report(runs: Sequence[RunSummary], console: Console | None = None) -> None:
-    """Print each run's numbers, breakdown and plan, then the comparison if there are several."""
+def print_report(runs: Sequence[RunSummary], console: Console | None = None, further: Sequence[TextTable] = ()) -> None:
+    """Print each run's numbers, breakdown and plan, then the comparison if there are several, and further tables."""
     console = console or Console()
     for label, run in zip(run_labels(runs), runs, strict=True):
         console.rule(Text(f"{run.recipe} · {label}", style="bold"), align="left")
@@ -323,6 +323,7 @@ def print_report(runs: Sequence[RunSummary], console: Console | None = None) -> 
         print_tables(outcome_tables(run), console)
     if len(runs) > 1:
         print_tables((comparison_table(runs), *seed_tables(runs)), console)
+    print_tables(further, console)
 
 
 def print_tables(tables: Iterable[TextTable], console: Console | None = None) -> None:

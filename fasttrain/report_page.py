@@ -48,13 +48,13 @@ class RunSection:
     problems: tuple[str, ...]
 
 
-def write_page(runs: Sequence[RunSummary], out: Path) -> None:
-    """Write the page, whole or not at all; folders on the way to `out` are made.
+def write_page(runs: Sequence[RunSummary], out: Path, further: Sequence[report.TextTable] = ()) -> None:
+    """Write the page, whole or not at all, with further tables at its end; folders on the way to `out` are made.
 
     Raises:
         ConfigError: `out` can't be written.
     """
-    page = render_page(runs)
+    page = render_page(runs, further)
     partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def write_page(runs: Sequence[RunSummary], out: Path) -> None:
         raise ConfigError(f"The report can't be written to '{out}' ({reason}); name a file that can be.") from None
 
 
-def render_page(runs: Sequence[RunSummary]) -> str:
+def render_page(runs: Sequence[RunSummary], further: Sequence[report.TextTable] = ()) -> str:
     """Return the page's HTML; every text from a run folder is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(
@@ -84,6 +84,7 @@ def render_page(runs: Sequence[RunSummary]) -> str:
         sections=sections,
         title=", ".join(dict.fromkeys(run.recipe for run in runs)),
         tables=[report.comparison_table(runs), *report.seed_tables(runs)] if several else [],
+        further=further,
         comparison=_plot("Score over wall time", plots.comparison_figure, runs) if several else None,
         report=report,
         light=plots.LIGHT,

@@ -172,13 +172,18 @@ def load_run(path: Path) -> RunSummary:
     )
 
 
+def is_run_folder(path: Path) -> bool:
+    """Whether a folder holds any file of a run."""
+    return any((path / name).is_file() for name in RUN_FILES)
+
+
 def _require_run_folder(path: Path) -> None:
     holds = ", ".join(RUN_FILES)
     if not path.exists():
         raise ConfigError(f"'{path}' does not exist; a run folder is written by `fasttrain fit` and holds {holds}.")
     if not path.is_dir():
         raise ConfigError(f"'{path}' is a file, not a run folder; give the folder that holds {holds}.")
-    if not any((path / name).is_file() for name in RUN_FILES):
+    if not is_run_folder(path):
         configs = (*path.glob("*/config.yaml"), *path.glob("*/*/config.yaml"))
         inside = sorted(config.parent.relative_to(path).as_posix() for config in configs)
         hint = f" Run folders inside it: {', '.join(inside[-3:])}." if inside else ""

@@ -22,11 +22,35 @@ def import_class(path: str, section: str) -> type:
     Raises:
         ConfigError: naming the section, and what of the path was not found.
     """
+    module = _import_module(path, section)
     module_name, _, class_name = path.rpartition(".")
+    found = getattr(module, class_name, None)
+    if not inspect.isclass(found):
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        raise ConfigError(f"{section}: '{module_name}' has no class '{class_name}'; {nearest(class_name, classes)}")
+    return found
+
+
+def import_named(path: str, section: str) -> Any:
+    """Import whatever is at a dotted path, a constant for instance.
+
+    Raises:
+        ConfigError: as `import_class`.
+    """
+    module = _import_module(path, section)
+    module_name, _, name = path.rpartition(".")
+    if not hasattr(module, name):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise ConfigError(f"{section}: '{module_name}' has no '{name}'; {nearest(name, public)}")
+    return getattr(module, name)
+
+
+def _import_module(path: str, section: str) -> Any:
+    module_name, _, _ = path.rpartition(".")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(f"{section}: '{path}' isn't a dotted path; write it like my_project.models.LitThing.")
     try:
-        module = importlib.import_module(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
@@ -34,11 +58,6 @@ def import_class(path: str, section: str) -> type:
                 "that holds it."
             ) from None
         raise
-    found = getattr(module, class_name, None)
-    if not inspect.isclass(found):
-        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(f"{section}: '{module_name}' has no class '{class_name}'; {nearest(class_name, classes)}")
-    return found
 
 
 def take_class(layer: Layer, section: str) -> tuple[Layer, str | None]:

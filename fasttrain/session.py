@@ -13,7 +13,12 @@ from fasttrain import environment
 from fasttrain.checkpoints import BEST
 from fasttrain.clock import RunClock
 from fasttrain.config import Resolved, RunConfig
+from fasttrain.errors import ConfigError
 from fasttrain.interrupt import graceful_interrupt
+from fasttrain.mlperf.benchmark import find_benchmark
+from fasttrain.mlperf.logger import MLPerfLogger
+from fasttrain.mlperf.page_cache import clear_page_cache
+from fasttrain.optimization import Attachment
 from fasttrain.outcome import result_of, summary_lines
 from fasttrain.plan import Plan, data_module
 from fasttrain.plots import write_plots
@@ -69,6 +74,7 @@ class Session:
         self.metrics = MetricsFile(folder.metrics)
         self.target = StopAtTarget(self.config.target) if self.config.target else None
         self.resume_point = ResumePoint(folder.checkpoints, self.config.checkpoint)
+        self.mlperf = self._mlperf_logger() if self.config.mlperf.enabled else None
         self.recorder: RunRecorder | None = None
         self.trainer: pl.Trainer | None = None
         self.prepared: Prepared | None = None
@@ -77,15 +83,19 @@ class Session:
     def train(self, prepared: Prepared, checkpoint: Path | None) -> None:
         """Apply the plan, and train from the start or from a checkpoint."""
         self.prepared = prepared
+        if self.mlperf is not None:
+            _refuse_early_data(self.mlperf, prepared)
         self._write_inputs(prepared.plan)
         recorder = self.recorder = RunRecorder(prepared.plan, self.clock, self.started, self._write_plan)
         self.metrics.seconds = lambda: recorder.seconds
         if self.target:
             self.target.moment = lambda: {"seconds": recorder.seconds, "samples": recorder.samples}
         attachments = prepared.plan.attach(prepared.context)
+        # It comes first: others begin to read data when training starts, and its clock is to run by then.
+        first = [Attachment(callbacks=[self.mlperf])] if self.mlperf is not None else []
         self.trainer = make_trainer(
             self.config.trainer,
-            attachments,
+            [*first, *attachments],
             self._callbacks(recorder),
             [self.metrics, *make_loggers(self.config.loggers, str(self.folder.path))],
             RanksTogether(takes_sigterm=False, on_loss=self._rank_lost),
@@ -120,7 +130,9 @@ class Session:
         except Exception as failure:  # whatever it is, it must not take the place of the error that ended the run
             self._not_written(failure)
         if not self.quiet and self.recorder is not None:
-            for line in summary_lines(self.result, self.folder.path):
+            mlperf = self.mlperf
+            told = [f"mlperf: {mlperf.status}, {mlperf.path}"] if mlperf is not None and mlperf.status else []
+            for line in [*summary_lines(self.result, self.folder.path), *told]:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _callbacks(self, recorder: RunRecorder) -> list[pl.Callback]:
@@ -140,6 +152,26 @@ class Session:
             )
             callbacks.append(best)
         return [*callbacks, _ForgetRepeated(self.metrics), self.resume_point]
+
+    def _mlperf_logger(self) -> MLPerfLogger:
+        config = self.config.mlperf
+        if config.benchmark is None:
+            raise ConfigError(
+                f"mlperf.enabled: the recipe '{self.config.recipe}' names no benchmark; set mlperf.benchmark to the "
+                "path of a fasttrain.mlperf.benchmark.Benchmark, like my_project.mlperf.BENCHMARK."
+            )
+        benchmark = find_benchmark(config.benchmark)
+        if config.clear_cache and self.first:
+            clear_page_cache()
+        number = self.config.seed if config.result is None else config.result
+        return MLPerfLogger(
+            benchmark,
+            self.folder.path / f"result_{number}.txt",
+            config.submission,
+            seed=self.config.seed,
+            started=time.time() - (time.perf_counter() - self.started),
+            cache_cleared=config.clear_cache,
+        )
 
     def _write_inputs(self, plan: Plan) -> None:
         if self.first:
@@ -187,6 +219,17 @@ class Session:
         recipe = self.prepared.recipe if self.prepared else None
         if recipe and status != "failed" and isinstance(recipe.module, DrawsSamples):
             recipe.module.draw_samples(recipe.data, self.folder.path / "samples")
+
+
+def _refuse_early_data(logger: MLPerfLogger, prepared: Prepared) -> None:
+    """Hold a closed run to the rule that the clock starts before training data are read."""
+    example = prepared.context.example
+    if logger.submission.division == "closed" and example is not None and example.was_drawn:
+        raise ConfigError(
+            "mlperf: an optimization has measured itself on a batch of training data, and in the closed division none "
+            "may be read before the clock starts; set measure=false for those whose plan line tells a measurement, or "
+            "mlperf.submission.division=open."
+        )
 
 
 class _ForgetRepeated(pl.Callback):

@@ -25,6 +25,8 @@ class StopAtTarget(pl.Callback):
         """Returns what else to note of the moment when the target is reached: seconds, samples."""
         self.score_comes_later: Callable[[], bool] = lambda: False
         """Whether the evaluation that ends now is scored elsewhere. Who sets it calls `judge` when it has the score."""
+        self.listeners: list[Callable[[float, int], None]] = []
+        """Called with each score and its step once it was judged, on all ranks."""
 
     @property
     def best(self) -> float | None:
@@ -54,6 +56,8 @@ class StopAtTarget(pl.Callback):
         self.scores.append((step, score))
         if self.reached_at is None and self.is_reached_by(score):
             self.reached_at = {"step": step, "epoch": epoch, **(self.moment() if moment is None else moment)}
+        for listener in self.listeners:
+            listener(score, step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Judge the score of this evaluation.

@@ -276,6 +276,29 @@ def logging_interval(trainer: pl.Trainer) -> int:
     return int(vars(trainer)["log_every_n_steps"])
 
 
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return a fit's training loaders; empty before Lightning has made them."""
+    combined: Any = trainer.fit_loop._combined_loader
+    return list(combined.flattened) if combined is not None else []
+
+
+def before_training_loaders(trainer: pl.Trainer, act: Callable[[], None]) -> Callable[[], None]:
+    """Call `act` before Lightning makes a fit's training loaders and their iterators; return what ends that.
+
+    That may be as early as in `configure_optimizers`, and a loader's processes begin to read when its iterator is made.
+    """
+    loop: Any = trainer.fit_loop
+    plain = loop.setup_data
+
+    def setup_data() -> None:
+        if loop._combined_loader is None:
+            act()
+        plain()
+
+    loop.setup_data = setup_data
+    return lambda: vars(loop).pop("setup_data", None)
+
+
 def optimizer_steps_per_epoch(trainer: pl.Trainer) -> float:
     """Return the optimizer steps of one epoch; infinite for a loader without a length.
 

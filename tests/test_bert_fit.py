@@ -15,10 +15,11 @@ from fasttrain.callbacks.optimizers import LAMB
 from fasttrain.errors import ConfigError
 from fasttrain.evaluation import EvaluateEvery
 from fasttrain.fit import Outcome, fit
+from fasttrain.mlperf.projection import bert_interval
 from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.bert.config import BertConfig
 from fasttrain.recipes.bert.data import BertData, DataConfig
-from fasttrain.recipes.bert.module import BertTraining, TrainingConfig, mlperf_interval
+from fasttrain.recipes.bert.module import BertTraining, TrainingConfig
 from fasttrain.recipes.bert.optimizer import OptimizerConfig, learning_rate_factor, make_optimizer
 from fasttrain.recipes.bert.sequences import StoredSequences
 from fasttrain.recorder import RunRecorder
@@ -116,7 +117,7 @@ def test_evaluation_by_samples(packed: Outcome, stories: Path, tmp_path: Path) -
 
 def test_mlperfs_interval() -> None:
     by_batch = {256: 150_000, 448: 150_000, 2048: 150_000, 3072: 175_000, 4096: 175_000, 8192: 225_000, 16384: 325_000}
-    assert {batch: mlperf_interval(batch) for batch in by_batch} == by_batch
+    assert {batch: bert_interval(batch) for batch in by_batch} == by_batch
 
 
 def test_the_learning_rate_is_mlperfs() -> None:

@@ -13,7 +13,7 @@ import fasttrain
 
 PACKAGE = Path(fasttrain.__file__).parent
 ROOT = PACKAGE.parent
-CORE = sorted(PACKAGE.glob("*.py"))
+CORE = sorted([*PACKAGE.glob("*.py"), *(PACKAGE / "mlperf").glob("*.py")])
 LEAVES = sorted([*(PACKAGE / "callbacks").rglob("*.py"), *(PACKAGE / "recipes").rglob("*.py")])
 
 

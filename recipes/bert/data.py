@@ -138,6 +138,11 @@ class BertData(pl.LightningDataModule):
         self.setup("fit")
         return {"vocab_size": self.vocab_size}
 
+    def sizes(self) -> dict[str, int]:
+        """Return the number of sequences of `train` and `val`."""
+        self.setup("fit")
+        return {name: len(found) for name, found in self._sets.items()}
+
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The words; None for HDF5 files without one."""

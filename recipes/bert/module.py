@@ -26,7 +26,8 @@ class TrainingConfig:
     model: BertConfig = field(default_factory=BertConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluate_every_samples: int | None = None
-    """Sequences between two evaluations, in place of the Trainer's intervals; MLPerf's are `mlperf_interval`."""
+    """Sequences between two evaluations, in place of the Trainer's intervals; MLPerf's are `bert_interval` of
+    `fasttrain.mlperf.projection`."""
 
 
 class BertTraining(pl.LightningModule):
@@ -123,11 +124,6 @@ class BertTraining(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the learning rate: a host value, or the device's where the step is captured."""
         self.log("lr", torch.as_tensor(optimizer.param_groups[0]["lr"]))
-
-
-def mlperf_interval(global_batch: int) -> int:
-    """Return the samples between two of MLPerf v2.0's evaluations (training_policies, `training_rules.adoc`)."""
-    return int(0.05 * (230.23 * global_batch + 3_000_000) / 25_000) * 25_000
 
 
 def _total(batch: Batch, name: str) -> Tensor:

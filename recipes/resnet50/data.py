@@ -132,6 +132,11 @@ class ClassificationData(ImageData):
         self.setup("fit")
         return {"num_classes": len(self.class_names), "batch_size": self.config.batch_size}
 
+    def sizes(self) -> dict[str, int]:
+        """Return the number of images of `train` and `val`."""
+        self.setup("fit")
+        return {split: len(files) for split, files in self._files.items()}
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes, by index."""

@@ -134,6 +134,11 @@ class DetectionData(ImageData):
         self.setup("fit")
         return {"num_classes": self._sets["train"].num_classes, "image_size": list(self.config.image_size)}
 
+    def sizes(self) -> dict[str, int]:
+        """Return the number of images of `train` and `val`."""
+        self.setup("fit")
+        return {split: len(dataset) for split, dataset in self._datasets.items()}
+
     @property
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes, by index."""
