@@ -135,7 +135,7 @@ class ClassificationData(ImageData):
     def sizes(self) -> dict[str, int]:
         """Return the number of images of `train` and `val`."""
         self.setup("fit")
-        return {split: len(files) for split, files in self._files.items()}
+        return {split: len(files) for split, files in self._sets.items()}
 
     @property
     def class_names(self) -> tuple[str, ...]:
