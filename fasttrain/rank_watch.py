@@ -66,15 +66,19 @@ class RankWatch:
     def tell_failure(self, reason: str) -> None:
         """Have the other ranks know that this one fails, unless it does so since another one was lost."""
         if not self._over.is_set() and not self._lost.wait(CONSEQUENCE_SECONDS):
-            self._send_all(f"lost rank {self.rank} failed: {' '.join(reason.split())}")
+            self._leave(f"lost rank {self.rank} failed: {' '.join(reason.split())}")
         self.close()
 
     def close(self) -> None:
         """Leave in good order. Safe to call twice."""
-        if self._over.is_set():
-            return
-        self._over.set()
-        self._send_all("over")
+        self._leave("over")
+
+    def _leave(self, line: str) -> None:
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()  # before the others know: they may be gone at once, and are not lost then
+        self._send_all(line)
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)  # ends the thread that reads, which then closes it

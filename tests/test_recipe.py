@@ -22,8 +22,8 @@ CPU = Hardware("cpu", "cpu", "a CPU", 2)
 # In `compile`'s regions other rooms' modules run as plain operators; the others are for users who know that they want
 # them. Dropout's numbers are the same for one mask only.
 BY_NAME_ONLY = {
-    "compile", "async_scoring", "dali_loader", "evaluation_cache", "evaluation_ranks", "graph_evaluation",
-    "sequence_packing",
+    "compile", "async_scoring", "dali_loader", "evaluation_cache", "evaluation_ranks", "fp8_linear", "frozen_stem",
+    "graph_evaluation", "sequence_packing",
 }  # fmt: skip
 FULL: dict[str, Any] = {name: {} for name in CATALOGUE if name not in BY_NAME_ONLY}
 EXACT: dict[str, Any] = {
