@@ -1,17 +1,15 @@
 """The ResNet recipe's data through DALI: the torch loader's batches, from every container, and its bad files."""
 
 import io
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dali_fits import assert_dali_learns_what_torch_learns
 from encoded_images import bytes_feature, encoded, example, int64_feature, record, write_folder
 from PIL import Image
-from rich.console import Console
 
 pytest.importorskip("nvidia.dali")
 
@@ -19,11 +17,8 @@ from fasttrain.callbacks import CATALOGUE, DALIConfig, DALILoader
 from fasttrain.callbacks.dali_loader.convert import convert
 from fasttrain.environment import Hardware
 from fasttrain.errors import DataError, MissingDependencyError
-from fasttrain.fit import fit
 from fasttrain.optimization import Applies, Context
-from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.resnet50.data import ClassificationData, DataConfig
-from fasttrain.recorder import RunRecorder
 
 CONFIG = DALIConfig(num_threads=1, read_threads=2)
 # Grey levels. On the border of a window torch's filter and DALI's differ: see `test_dali_classification`.
@@ -192,37 +187,9 @@ def test_without_dali_the_error_has_the_install_line(monkeypatch: pytest.MonkeyP
         ClassificationData(DataConfig(loader="dali"))
 
 
-def test_a_run_by_dali_learns_what_a_run_by_torch_learns_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*overrides: str, **options: Any) -> Any:
-        tiny = ["data.generated.train_images=24", "data.generated.val_images=20", "data.generated.image_size=40",
-                "data.image_size=32", "data.batch_size=8", "data.mixup=0.2", "module.model.width=0.25",
-                "trainer.max_epochs=2", "trainer.log_every_n_steps=1", "optimizations=none", "loggers=[]"]  # fmt: skip
-        resume = options.get("resume")
-        recipe = resume / "config.yaml" if resume else find_recipe("resnet50")
-        items = list(overrides) if resume else [*tiny, *overrides]
-        return fit(resolve(recipe, items), CATALOGUE, console=Console(quiet=True), **options)
-
-    def losses(place: Path) -> list[float]:
-        rows = [line.split(",") for line in (place / "metrics.csv").read_text().splitlines()[1:]]
-        return [float(row[4]) for row in rows if row[3] == "loss"]
-
-    run("data.loader=torch", "data.num_workers=0", run_dir=tmp_path / "torch")
-    ours = ["data.loader=dali", "data.dali.num_threads=1"]
-    run(*ours, run_dir=tmp_path / "dali")
-    found, wanted = losses(tmp_path / "dali"), losses(tmp_path / "torch")
-    assert len(found) == len(wanted) == 6
-    assert found == pytest.approx(wanted, rel=0.02)
-    count = RunRecorder.on_train_batch_end
-
-    def interrupt_after_four(self: RunRecorder, trainer: Any, *rest: Any) -> None:
-        count(self, trainer, *rest)
-        if trainer.global_step == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(RunRecorder, "on_train_batch_end", interrupt_after_four)
-    assert run(*ours, run_dir=tmp_path / "parts").result["status"] == "interrupted"
-    monkeypatch.undo()
-    assert run(resume=tmp_path / "parts").result["steps"] == 6
-    assert losses(tmp_path / "parts") == found
+def test_a_run_by_dali_learns_what_a_run_by_torch_learns_and_resumes(tmp_path: Path) -> None:
+    tiny = [
+        "data.generated.train_images=24", "data.generated.val_images=20", "data.generated.image_size=40",
+        "data.image_size=32", "data.batch_size=8", "data.mixup=0.2", "module.model.width=0.25",
+    ]  # fmt: skip
+    assert_dali_learns_what_torch_learns("resnet50", tiny, tmp_path)

@@ -1,8 +1,6 @@
 """RetinaNet's data through DALI: the torch loader's batches, its order, and its treatment of odd and bad files."""
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,22 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dali_fits import assert_dali_learns_what_torch_learns
 from encoded_pictures import jpeg
 from PIL import Image
-from rich.console import Console
 
 pytest.importorskip("nvidia.dali")
 
-from fasttrain.callbacks import CATALOGUE, DALIConfig, DALILoader
+from fasttrain.callbacks import DALIConfig, DALILoader
 from fasttrain.callbacks.dali_loader import image_header
 from fasttrain.callbacks.dali_loader.reference import TOLERANCE
 from fasttrain.errors import ConfigError, DataError, MissingDependencyError
-from fasttrain.fit import fit
-from fasttrain.recipe import find_recipe, resolve
 from fasttrain.recipes.image_sets.files import load_image
 from fasttrain.recipes.retinanet.data import DataConfig, DetectionData
 from fasttrain.recipes.retinanet.resize import resize
-from fasttrain.recorder import RunRecorder
 
 SIZE = (32, 48)
 CONFIG = DALIConfig(num_threads=1, read_threads=2)
@@ -249,38 +244,7 @@ def test_what_the_dataset_shows_is_what_resize_gives(tmp_path: Path) -> None:
 # ---- through the whole flow -----------------------------------------------------------------------------------------
 
 
-def test_a_run_by_dali_learns_what_a_run_by_torch_learns_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*overrides: str, **options: Any) -> Any:
-        tiny = ["data.generated.train_images=24", "data.generated.val_images=4", "data.batch_size=8", "data.cache=none",
-                "trainer.max_epochs=2", "trainer.log_every_n_steps=1", "optimizations=none", "loggers=[]"]  # fmt: skip
-        resume = options.get("resume")
-        recipe = resume / "config.yaml" if resume else find_recipe("retinanet")
-        items = list(overrides) if resume else [*tiny, *overrides]
-        return fit(resolve(recipe, items), CATALOGUE, console=Console(quiet=True), **options)
-
-    def losses(folder: Path) -> list[float]:
-        rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()[1:]]
-        return [float(row[4]) for row in rows if row[3] == "loss"]
-
-    run("data.loader=torch", "data.num_workers=0", run_dir=tmp_path / "torch")
-    ours = ["data.loader=dali", "data.dali.num_threads=1"]
-    whole = run(*ours, run_dir=tmp_path / "dali")
-    found, wanted = losses(tmp_path / "dali"), losses(tmp_path / "torch")
-    assert len(found) == len(wanted) == 6
-    assert found == pytest.approx(wanted, rel=0.02)
+def test_a_run_by_dali_learns_what_a_run_by_torch_learns_and_resumes(tmp_path: Path) -> None:
+    tiny = ["data.generated.train_images=24", "data.generated.val_images=4", "data.batch_size=8", "data.cache=none"]
+    assert_dali_learns_what_torch_learns("retinanet", tiny, tmp_path)
     assert (tmp_path / "dali" / "samples" / "contact-sheet.png").is_file()
-    count = RunRecorder.on_train_batch_end
-
-    def interrupt_after_four(self: RunRecorder, trainer: Any, *rest: Any) -> None:
-        count(self, trainer, *rest)
-        if trainer.global_step == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(RunRecorder, "on_train_batch_end", interrupt_after_four)
-    assert run(*ours, run_dir=tmp_path / "parts").result["status"] == "interrupted"
-    monkeypatch.undo()
-    rest = run(resume=tmp_path / "parts")
-    assert losses(tmp_path / "parts") == found
-    assert rest.result["steps"] == whole.result["steps"] == 6
