@@ -22,7 +22,7 @@ class DALIConfig:
     prefetch: int = 2
     """Batches that DALI works on ahead of the one in use."""
     hw_decoder_load: float = 0.9
-    """Share of the JPEGs that the GPU's decoder unit gets; the others are decoded by its cores, which the step wants."""
+    """Share of the JPEGs for the GPU's decoder unit; the others are decoded by its cores, which the step wants."""
     fancy_upsampling: bool = False
     """Interpolate colour on the GPU as decoders on a CPU do, instead of repeating it."""
     device_memory_mb: int = 0
