@@ -1,6 +1,7 @@
 """Evaluations on a GPU: torchvision's detections without a wait, replays that read the weights of now, kept batches."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,12 +24,14 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
-@pytest.fixture
+@contextmanager
 def nothing_waits() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def near_the_threshold() -> Candidates:
@@ -63,14 +66,11 @@ def test_suppression_is_torchvisions(candidates: Any, iou_threshold: float, most
     assert all(map(torch.equal, found, reference(*given, iou_threshold, most)))
 
 
-def test_it_waits_for_nothing(nothing_waits: None) -> None:
-    candidates = random_candidates(CUDA, 8)  # compiled and copied before it is watched
-    torch.cuda.set_sync_debug_mode("default")
-    wanted = batched_nms(*candidates)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    found = batched_nms(*candidates)
-    torch.cuda.set_sync_debug_mode("default")
+def test_it_waits_for_nothing() -> None:
+    candidates = random_candidates(CUDA, 8)
+    wanted = batched_nms(*candidates)  # compiled before it is watched
+    with nothing_waits():
+        found = batched_nms(*candidates)
     assert all(map(torch.equal, found, wanted))
     results: list[Any] = []
     captured(lambda: results.append(batched_nms(*candidates)))()
