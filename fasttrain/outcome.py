@@ -30,6 +30,16 @@ class Outcome:
     result: dict[str, Any]
     folder: Path
 
+    def whole(self) -> "Outcome":
+        """Return it; for whoever measures runs, to whom one that was stopped says nothing.
+
+        Raises:
+            KeyboardInterrupt: the run was interrupted, by Ctrl-C or SIGTERM.
+        """
+        if self.result["status"] == "interrupted":
+            raise KeyboardInterrupt("a run that was measured was interrupted.")
+        return self
+
 
 def result_of(
     config: RunConfig,

@@ -1,12 +1,15 @@
 """RetinaNet's bench cases on fits, in miniature: each variant trains, and its rows say what they should."""
 
 import json
+import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +26,10 @@ from fasttrain.recipes.retinanet.bench_fit import Steps, Work
 from fasttrain.recipes.retinanet.bench_roofline import KINDS, convolution_work, roofline_rows
 from fasttrain.recipes.retinanet.bench_run import Order, Report, train
 from fasttrain.recipes.retinanet.bench_target import in_its_own_process, target_rows
-from fasttrain.recipes.retinanet.bench_txl import OPTIMIZER, overrides_for
+from fasttrain.recipes.retinanet.bench_txl import OPTIMIZER, fit_once, overrides_for
 from fasttrain.recipes.retinanet.bench_weights import normalised, random_backbone
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
+from fasttrain.recipes.retinanet.module import RetinaNetTraining
 from fasttrain.step_clock import StepTime
 
 ON_A_CPU = (
@@ -233,3 +237,16 @@ def test_each_kind_of_evaluation_trains(folder: Path, monkeypatch: pytest.Monkey
     assert rows["no_evaluation", "evaluation_seconds"].value == 0
     assert rows["blocking", "evaluation_seconds"].value > 0
     assert rows["async_scoring", "evaluation_seconds"].value > 0
+
+
+def test_a_run_that_was_stopped_gives_no_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = RetinaNetTraining.training_step
+
+    def stopped(self: RetinaNetTraining, *args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args)
+
+    monkeypatch.setattr(RetinaNetTraining, "training_step", stopped)
+    overrides = [*overrides_for(folder, 0, (64, 64)), *ON_A_CPU, "data.batch_size=8", "trainer.max_epochs=1"]
+    with pytest.raises(KeyboardInterrupt, match="measured"):
+        fit_once([*overrides, "trainer.limit_val_batches=0", "target=null"])

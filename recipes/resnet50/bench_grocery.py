@@ -80,7 +80,7 @@ def train_ours(folder: Path, seed: int) -> Run:
     with tempfile.TemporaryDirectory() as scratch:  # a run leaves gigabytes of checkpoints
         begin = time.perf_counter()
         resolved = resolve(find_recipe("resnet50"), overrides)
-        result = fit(resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=Console(width=160)).result
+        result = fit(resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=Console(width=160)).whole().result
         seconds = time.perf_counter() - begin
     reached = result["reached_at"]["seconds"] if result["reached_at"] else float("nan")
     return result["quality"]["value"], seconds, reached

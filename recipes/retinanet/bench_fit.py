@@ -129,7 +129,7 @@ def full(work: Work, steps: Steps, profiled: StepProfile | None = None) -> Itera
         console = Console(width=160)
         outcome = fit(
             resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=console, callbacks=watching, clock=clock
-        )
+        ).whole()
         note = f"fasttrain fit, {_acting(outcome.folder)}; {resolved.config.trainer.precision}"
     yield from _rows("full", clock, steps, work.batch_size, note)
     if profiled is not None:

@@ -80,7 +80,8 @@ def _full(order: Order) -> Report:
         console = Console(file=sys.stderr, width=160)
         outcome = fit(resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=console, callbacks=[started])
         curve = load_run(outcome.folder).curves.get("map")
-    result, reached = outcome.result, outcome.result["reached_at"]
+    result = outcome.whole().result
+    reached = result["reached_at"]
     known = None if reached is None else reached.get("score_arrived_seconds", reached["seconds"])
     return Report(
         (started.at or called) - order.begun,

@@ -56,9 +56,13 @@ def overrides_for(folder: Path, seed: int, image_size: tuple[int, int] = IMAGE_S
 
 
 def fit_once(overrides: list[str]) -> tuple[dict[str, Any], float]:
-    """Return a run's result and its wall seconds."""
+    """Return a run's result and its wall seconds.
+
+    Raises:
+        KeyboardInterrupt: it was stopped before its end.
+    """
     with tempfile.TemporaryDirectory() as scratch:  # a run leaves a gigabyte of checkpoints
         begin = time.perf_counter()
         resolved = resolve(find_recipe("retinanet"), overrides)
-        result = fit(resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=Console(width=160)).result
+        result = fit(resolved, CATALOGUE, run_dir=Path(scratch) / "run", console=Console(width=160)).whole().result
         return result, time.perf_counter() - begin
