@@ -86,7 +86,7 @@ def _ablation(rows: Sequence[Row], case: str) -> list[str]:
 def _parts(rows: dict[str, Row], metrics: dict[str, str]) -> list[str]:
     """Return a line for each metric, in the order asked for."""
     found = [rows[metric] for metric in metrics if metric in rows]
-    texts = {row.metric: f"{row.value:.4g} {row.unit}".strip() for row in found}
+    texts = {row.metric: f"{_figure(row.value)} {row.unit}".strip() for row in found}
     lines = [f"| {label} | {texts.get(metric, MISSING)} |" for metric, label in metrics.items()]
     return ["| | |", "|---|---|", *lines, "", *_captions([row for row in found if row.value])]
 
@@ -116,10 +116,17 @@ def _cell(row: Row | None, of_case: Sequence[Row | None]) -> str:
         return MISSING
     timed = [other.value for other in of_case if other is not None and other.variant not in BOUNDS]
     best = max(timed) if row.unit.endswith("/s") else min(timed)
-    text = f"{row.value:.4g}" if row.value < 10_000 else f"{row.value:.0f}"
+    text = _figure(row.value)
     if row.unit in ("", "1"):  # a score or a share, of which nobody here knows whether more is better
         return text
     return f"**{text}**" if row.value == best and row.variant not in BOUNDS else text
+
+
+def _figure(value: float) -> str:
+    """Return four digits of it, as people write numbers."""
+    if value >= 10_000:
+        return f"{value:.0f}"
+    return f"{value:.4g}" if value >= 1e-3 or not value else f"{value:.6f}".rstrip("0")
 
 
 def _captions(rows: Sequence[Row]) -> list[str]:

@@ -122,3 +122,10 @@ def test_a_table_of_an_ablation(tables: ModuleType, tmp_path: Path, monkeypatch:
         "| b | refused |  |  |  |  |  |  |",
     ]
     assert "only_b: does not apply: not here. Medians of 30; 10th and 90th percentiles within 2%" in lines[8]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12615.2, "12615"), (360.51, "360.5"), (0.00802, "0.00802"), (0.0000031, "0.000003"), (0, "0")]
+)
+def test_figures_are_written_as_people_write_them(tables: ModuleType, value: float, text: str) -> None:
+    assert tables._figure(value) == text
