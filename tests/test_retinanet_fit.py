@@ -142,7 +142,7 @@ def test_broken_image_stops_with_its_name_and_loses_nothing(tmp_path: Path) -> N
     whole = (tmp_path / "data" / "20.jpg").read_bytes()
     (tmp_path / "data" / "20.jpg").write_bytes(whole[:200])
     with pytest.raises(DataError, match=r"20\.jpg"):
-        run(tmp_path / "run", *data, "data.cache=none")
+        run(tmp_path / "run", *data, "data.cache=none", "trainer.max_epochs=1")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["status"] == "failed"
     assert "20.jpg" in result["error"]
@@ -162,7 +162,7 @@ def test_broken_image_in_a_worker_process_is_the_same_sentence(tmp_path: Path) -
 def test_broken_image_is_skipped_counted_and_reported(tmp_path: Path) -> None:
     data = coco(tmp_path / "data")
     (tmp_path / "data" / "20.jpg").write_bytes(b"")
-    outcome = run(tmp_path / "run", *data, "data.on_bad_image=skip")
+    outcome = run(tmp_path / "run", *data, "data.on_bad_image=skip", "trainer.max_epochs=1")
     assert outcome.result["status"] == "finished"
     assert outcome.result["bad_samples"] == {
         "train: images that can't be used, the first of them '20.jpg'": 1,
