@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
+from fasttrain.callback_door import ActingCallback
 from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
 from fasttrain.callbacks.async_scoring.each_image_once import check_padding, leave_out_padding
 from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag
@@ -30,7 +31,7 @@ PROGRESS_SECONDS = 10.0
 """Between two lines of progress, and between two signs of life for ranks that wait for the first."""
 
 
-class AsyncCOCOScoring(pl.Callback):
+class AsyncCOCOScoring(ActingCallback):
     """Scores evaluations while training goes on: `Trainer(callbacks=[AsyncCOCOScoring()])`.
 
     In a fit it takes the place of the module's `on_validation_epoch_end`. The scores are logged under the step that was
@@ -47,8 +48,8 @@ class AsyncCOCOScoring(pl.Callback):
     """
 
     def __init__(self, **parameters: Any) -> None:
+        super().__init__()
         self.config = AsyncScoringConfig(**parameters)
-        self.changes: list[Change] = []
         self.stalled_seconds = 0.0
         """Of training's thread, spent on handing over, waiting for room or the slowest rank, and taking scores."""
         self.scores: list[tuple[Tag, dict[str, float]]] = []

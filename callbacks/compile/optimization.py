@@ -1,12 +1,11 @@
 """When the regional compile applies, and the plan's door to it."""
 
-from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.compile.cache import compiled_folder, kept_in
 from fasttrain.callbacks.compile.callback import RegionalCompile, why_not_in_graph
 from fasttrain.callbacks.compile.compiled import CompiledRegions, NotCompilable, first_line
@@ -16,10 +15,10 @@ from fasttrain.callbacks.compile.tally import total
 from fasttrain.callbacks.compile.toolchain import why_not
 from fasttrain.comparison import compare_step, verdict_of
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
 
-class CompileOptimization(Optimization[CompileConfig]):
+class CompileOptimization(CallbackOptimization[CompileConfig, RegionalCompile]):
     """Compiles what the model consists of once the other optimizations have changed it."""
 
     name: ClassVar[str] = "compile"
@@ -28,9 +27,9 @@ class CompileOptimization(Optimization[CompileConfig]):
     stage: ClassVar[Stage] = Stage.CALLBACK
     grade = "same numbers"
 
-    def __init__(self, config: CompileConfig) -> None:
-        super().__init__(config)
-        self.callback = RegionalCompile(**{f.name: getattr(config, f.name) for f in fields(config)})
+    def make_callback(self) -> RegionalCompile:
+        """Return the callback, with the configuration as its parameters."""
+        return RegionalCompile(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where nothing can be compiled, or where the step measures no faster."""
@@ -52,18 +51,6 @@ class CompileOptimization(Optimization[CompileConfig]):
                 return self._compare(context, context.example(), regions)
         except OptimizationError as error:
             return Refuses(f"{_said(error)}; set optimizations.compile.measure=false to use it unmeasured")
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the regions."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return the table of seconds, graphs, recompilations, graph breaks and cache hits by region."""
-        return [self.callback.table()]
 
     def _why_not(self, context: Context) -> str | None:
         on_gpu = torch.device(context.hardware.device).type == "cuda"

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from fasttrain.callback_door import ActingCallback
 from fasttrain.callbacks.async_scoring.evaluation import Scored, Tag
 from fasttrain.callbacks.async_scoring.late_scores import Watcher, forget_scores, show_last_scores, watchers_of
 from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
@@ -43,7 +44,7 @@ class _Evaluation:
     scoring_seconds: float = float("nan")
 
 
-class EvaluationRanks(pl.Callback):
+class EvaluationRanks(ActingCallback):
     """Dedicated evaluation ranks: `Trainer(devices=8, strategy=ranks.strategy, callbacks=[ranks])`.
 
     Where Lightning would validate, the training ranks hand over their weights and go on. The evaluation ranks run the
@@ -59,11 +60,11 @@ class EvaluationRanks(pl.Callback):
     """
 
     def __init__(self, **parameters: Any) -> None:
+        super().__init__()
         self.config = EvaluationRanksConfig(**parameters)
         unused = {"find_unused_parameters": True} if self.config.find_unused_parameters else {}
         self.strategy = EvaluationRanksStrategy(self.config, **unused)
         """For the Trainer."""
-        self.changes: list[Change] = []
         self.scores: list[tuple[Tag, dict[str, float]]] = []
         """Those that were taken, in order."""
         self._evaluations: list[_Evaluation] = []
