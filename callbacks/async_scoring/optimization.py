@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.async_scoring.callback import AsyncCOCOScoring
 from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
-from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows, why_not
 from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
 

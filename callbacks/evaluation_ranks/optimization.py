@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fasttrain.callback_door import CallbackOptimization
-from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
 from fasttrain.callbacks.evaluation_ranks.callback import EvaluationRanks
 from fasttrain.callbacks.evaluation_ranks.config import EvaluationRanksConfig
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows, why_not
 from fasttrain.optimization import Applies, Attachment, Context, Refuses, Stage, Verdict
 
 
