@@ -14,7 +14,7 @@ from torch import nn
 
 from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.choices import Decision
-from fasttrain.comparison import compare_step, verdict_of
+from fasttrain.comparison import compare_step, measured, verdict_of
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Change, Context, Grade, Refuses, Stage, Verdict
 from fasttrain.site_key import room_text
@@ -248,15 +248,13 @@ class PatchOptimization(CallbackOptimization[C, PatchCallback]):
 
     def _by_the_step(self, context: Context, paths: Sequence[str], layout: str) -> Verdict:
         """Time the step with and without the fused form at some paths."""
-        patches = self.callback.patches
-        if context.example is None:
-            return Refuses(f"there is no batch to measure with; set optimizations.{self.name}.measure=false to trust")
-        try:
-            plain, ours = compared_ms(context, context.example(), patches, paths)
-        except OptimizationError as error:
-            return Refuses(f"{error}; set optimizations.{self.name}.measure=false to use it unmeasured")
-        verdict = verdict_of(f"{len(paths)} sites", plain, ours, self.config.least_gain, layout)
-        return Refuses(f"{verdict.reason}{layout}") if isinstance(verdict, Refuses) else verdict
+
+        def compare(batch: Any) -> Verdict:
+            plain, ours = compared_ms(context, batch, self.callback.patches, paths)
+            verdict = verdict_of(f"{len(paths)} sites", plain, ours, self.config.least_gain, layout)
+            return Refuses(f"{verdict.reason}{layout}") if isinstance(verdict, Refuses) else verdict
+
+        return measured(context, self.name, compare)
 
     def _lacks_channels_last(self, context: Context) -> bool:
         return self.for_channels_last and "channels_last" not in context.asked_for

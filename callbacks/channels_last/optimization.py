@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import torch
 
 from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.callbacks.channels_last.layout import (
@@ -14,7 +13,7 @@ from fasttrain.callbacks.channels_last.layout import (
     is_channels_last,
     to_channels_last,
 )
-from fasttrain.comparison import verdict_of
+from fasttrain.comparison import measured, verdict_of
 from fasttrain.errors import OptimizationError
 from fasttrain.measure import AUTOCAST, StepProbe
 from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
@@ -73,25 +72,17 @@ class ChannelsLastOptimization(CallbackOptimization[ChannelsLastConfig, Channels
             return Refuses(f"{type(context.module).__name__} has no 2-d convolution whose weight would change")
         if not self.config.measure:
             return Applies(f"{len(sites)} convolution weights; not measured, as asked")
-        if context.example is None:
-            return Refuses("there is no batch to measure with; set optimizations.channels_last.measure=false to trust")
-        try:
-            batch = context.example()
-        except OptimizationError as error:
-            return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
+        return measured(context, self.name, lambda batch: self._compare(context, batch, len(sites)))
+
+    def _compare(self, context: Context, batch: Any, sites: int) -> Verdict:
         if not any(True for _ in images_in(batch)):
             return Refuses("the batch holds no 4-d tensor of two or more channels, so nothing would be fed to it")
-        probe = StepProbe(context.module, batch, context.hardware.device)
-        return self._compare(probe, AUTOCAST.get(context.precision), len(sites))
 
-    def _compare(self, probe: StepProbe, autocast: torch.dtype | None, sites: int) -> Verdict:
         def convert(module: pl.LightningModule, batch: Any) -> Any:
             to_channels_last(module)
             return batch_to_channels_last(batch)
 
-        try:
-            plain, ours = probe.compare(convert, autocast)
-        except OptimizationError as error:
-            return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
+        probe = StepProbe(context.module, batch, context.hardware.device)
+        plain, ours = probe.compare(convert, AUTOCAST.get(context.precision))
         what = f"{sites} convolution weights"
         return verdict_of(what, plain.median_ms, ours.median_ms, self.config.least_gain)

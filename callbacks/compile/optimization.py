@@ -13,7 +13,7 @@ from fasttrain.callbacks.compile.config import CompileConfig
 from fasttrain.callbacks.compile.regions import find_regions, why_no_region
 from fasttrain.callbacks.compile.tally import total
 from fasttrain.callbacks.compile.toolchain import why_not
-from fasttrain.comparison import compare_step, verdict_of
+from fasttrain.comparison import compare_step, measured, verdict_of
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
@@ -44,13 +44,7 @@ class CompileOptimization(CallbackOptimization[CompileConfig, RegionalCompile]):
             return Refuses(reason)
         if not config.measure:
             return Applies(f"{regions} regions; not measured, as asked")
-        if context.example is None:
-            return Refuses("there is no batch to measure with; set optimizations.compile.measure=false to trust")
-        try:
-            with kept_in(compiled_folder(config.cache_dir, context.precision)):
-                return self._compare(context, context.example(), regions)
-        except OptimizationError as error:
-            return Refuses(f"{_said(error)}; set optimizations.compile.measure=false to use it unmeasured")
+        return measured(context, self.name, lambda batch: self._compare(context, batch, regions), _said)
 
     def _why_not(self, context: Context) -> str | None:
         on_gpu = torch.device(context.hardware.device).type == "cuda"
@@ -69,7 +63,8 @@ class CompileOptimization(CallbackOptimization[CompileConfig, RegionalCompile]):
             made[-1].apply()
             return batch
 
-        plain, ours = compare_step(context, batch, compile_copy)
+        with kept_in(compiled_folder(config.cache_dir, context.precision)):
+            plain, ours = compare_step(context, batch, compile_copy)
         joint = total(made[0].tallies if made else ())
         seconds = f", compiled in {joint.compile_seconds:.1f} s ({joint.start})" if joint.compilations else ""
         return verdict_of(f"{regions} regions", plain.median_ms, ours.median_ms, config.least_gain, seconds)
