@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from fasttrain.errors import OptimizationError
 from fasttrain.measure import AUTOCAST, StepProbe, Timing, ms_text
 from fasttrain.optimization import Applies, Context, Refuses, Verdict
 
@@ -27,6 +28,25 @@ def compare_step(
         module = copy.deepcopy(module).to(memory_format=torch.channels_last)
     probe = StepProbe(module, batch, context.hardware.device, in_graph="cuda_graph_step" in context.asked_for)
     return probe.compare(prepare, AUTOCAST.get(context.precision))
+
+
+def measured(
+    context: Context, name: str, measure: Callable[[Any], Verdict], said: Callable[[OptimizationError], str] = str
+) -> Verdict:
+    """Return what an optimization's `measure` makes of the run's batch; refuse where it can't be measured.
+
+    Args:
+        name: of the optimization, whose `measure` the user may set to false.
+        measure: takes the batch, on the CPU; may raise OptimizationError where the step doesn't run by itself.
+        said: what such an error says in one line.
+    """
+    unmeasured = f"set optimizations.{name}.measure=false"
+    if context.example is None:
+        return Refuses(f"there is no batch to measure with; {unmeasured} to trust")
+    try:
+        return measure(context.example())
+    except OptimizationError as error:
+        return Refuses(f"{said(error)}; {unmeasured} to use it unmeasured")
 
 
 def verdict_of(what: str, plain_ms: float, ours_ms: float, least_gain: float, note: str = "") -> Verdict:

@@ -33,9 +33,13 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def cache_folder() -> Path:
-    """Return where what was made or measured is kept for later runs: $FASTTRAIN_CACHE, or ~/.cache/fasttrain."""
-    given = os.environ.get("FASTTRAIN_CACHE")
+def cache_folder(given: str | None = None) -> Path:
+    """Return where what was made or measured is kept for later runs: $FASTTRAIN_CACHE, or ~/.cache/fasttrain.
+
+    Args:
+        given: by a configuration, in the place of both.
+    """
+    given = given or os.environ.get("FASTTRAIN_CACHE")
     return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "fasttrain"
 
 

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import lightning.pytorch as pl
 from torch import nn
 
+from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.choices import Decision
-from fasttrain.comparison import compare_step, verdict_of
+from fasttrain.comparison import compare_step, measured, verdict_of
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Attachment, Change, Context, Grade, Optimization, Refuses, Stage, Verdict
+from fasttrain.optimization import Applies, Change, Context, Grade, Refuses, Stage, Verdict
 from fasttrain.site_key import room_text
 from fasttrain.surgery import Surgery, replace, with_state_of
 
@@ -117,7 +118,7 @@ class PatchSurgery:
         self._surgery.replaced.setdefault(path, replace(self.model, path, new))
 
 
-class PatchCallback(pl.Callback):
+class PatchCallback(ActingCallback):
     """Puts a room's fused forms into the module before its optimizer is made; `undo()` puts the old modules back.
 
     Raises:
@@ -125,10 +126,10 @@ class PatchCallback(pl.Callback):
     """
 
     def __init__(self, patches: ModulePatches) -> None:
+        super().__init__()
         self.patches = patches
         self.only: frozenset[str] | None = None
         """Paths to act on; None for every site."""
-        self.changes: list[Change] = []
         self._surgeries: list[PatchSurgery] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -179,7 +180,7 @@ class PatchConfig:
 C = TypeVar("C", bound=MeasuredConfig)
 
 
-class PatchOptimization(Optimization[C]):
+class PatchOptimization(CallbackOptimization[C, PatchCallback]):
     """The plan's door of a room with patches: applies where there are sites and the step measures faster."""
 
     stage: ClassVar[Stage] = Stage.MODEL
@@ -187,14 +188,6 @@ class PatchOptimization(Optimization[C]):
     after: ClassVar[frozenset[str]] = frozenset({"channels_last"})
     for_channels_last: ClassVar[bool] = False
     """Whether the fused form is made for channels_last, which a verdict then recommends."""
-
-    def __init__(self, config: C) -> None:
-        super().__init__(config)
-        self.callback = self.make_callback()
-
-    @abstractmethod
-    def make_callback(self) -> PatchCallback:
-        """Return the room's callback for this configuration."""
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there is nothing to fuse, or where it measures no faster.
@@ -223,14 +216,6 @@ class PatchOptimization(Optimization[C]):
         only = self.callback.only
         sites = open_sites(context.module, self.callback.patches, context.taken)
         return {path for site in sites if only is None or site.path in only for path in site.takes()}
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the modules replaced."""
-        return self.callback.changes
 
     @property
     def room(self) -> str:
@@ -263,15 +248,13 @@ class PatchOptimization(Optimization[C]):
 
     def _by_the_step(self, context: Context, paths: Sequence[str], layout: str) -> Verdict:
         """Time the step with and without the fused form at some paths."""
-        patches = self.callback.patches
-        if context.example is None:
-            return Refuses(f"there is no batch to measure with; set optimizations.{self.name}.measure=false to trust")
-        try:
-            plain, ours = compared_ms(context, context.example(), patches, paths)
-        except OptimizationError as error:
-            return Refuses(f"{error}; set optimizations.{self.name}.measure=false to use it unmeasured")
-        verdict = verdict_of(f"{len(paths)} sites", plain, ours, self.config.least_gain, layout)
-        return Refuses(f"{verdict.reason}{layout}") if isinstance(verdict, Refuses) else verdict
+
+        def compare(batch: Any) -> Verdict:
+            plain, ours = compared_ms(context, batch, self.callback.patches, paths)
+            verdict = verdict_of(f"{len(paths)} sites", plain, ours, self.config.least_gain, layout)
+            return Refuses(f"{verdict.reason}{layout}") if isinstance(verdict, Refuses) else verdict
+
+        return measured(context, self.name, compare)
 
     def _lacks_channels_last(self, context: Context) -> bool:
         return self.for_channels_last and "channels_last" not in context.asked_for

@@ -15,7 +15,7 @@ import pytest
 import score_functions
 
 from fasttrain.callbacks.async_scoring import AsyncScorer, NotScored, Scored, Tag
-from fasttrain.callbacks.async_scoring.evaluation import why_malformed
+from fasttrain.callbacks.scored_elsewhere.evaluation import why_malformed
 from fasttrain.errors import OptimizationError
 
 FILE = str(Path(score_functions.__file__))

@@ -1,6 +1,7 @@
 """BERT's batches without padding: the same losses and gradients, and tokens dealt evenly over ranks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,8 @@ def step_on_a_rank(folder: Path, rank: int, exchange: bool) -> tuple[list[int], 
     """Return a rank's tokens by step, and the weights after three steps of plain data parallelism."""
     torch.set_num_threads(1)
     data = data_of(folder, unpadding=True, exchange_padding=exchange)
-    data._rank = lambda: (rank, 2)  # type: ignore[method-assign]
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=2, strategy=strategy)  # type: ignore[assignment]
     model, tokens = module(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in list(data.train_dataloader())[:3]:

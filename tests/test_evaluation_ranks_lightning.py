@@ -24,13 +24,13 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fasttrain.callbacks import EvaluationRanks
-from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
 from fasttrain.callbacks.evaluation_ranks import (
     EvaluationRanksConfig,
     EvaluationRanksOptimization,
     EvaluationRanksStrategy,
 )
 from fasttrain.callbacks.evaluation_ranks.strategy import known, only
+from fasttrain.callbacks.scored_elsewhere.late_checkpoint import LateCheckpoint
 from fasttrain.checkpoints import LAST
 from fasttrain.config import CheckpointConfig, TargetConfig, TrainerConfig
 from fasttrain.ddp import processes_of

@@ -40,11 +40,9 @@ PARTS = {f"callbacks.{path.name}" for path in (PACKAGE / "callbacks").iterdir()
 PARTS |= {f"recipes.{path.name}" for path in (PACKAGE / "recipes").iterdir()
           if (path / "__init__.py").is_file() and not path.with_suffix(".yaml").is_file()}  # fmt: skip
 
-# Dedicated evaluation ranks are asynchronous scoring on other devices: the same scorer, targets and checkpoints.
 # A captured evaluation is a captured function: the same warm-up, check and way back to eager calls.
 # FP8 products of a feed-forward block are those of gemm_gelu's places, with its GELU.
 BUILT_ON = {
-    "callbacks.evaluation_ranks": {"callbacks.async_scoring"},
     "callbacks.fp8_linear": {"callbacks.gemm_gelu"},
     "callbacks.graph_evaluation": {"callbacks.cuda_graph_step"},
 }

@@ -2,10 +2,10 @@
 
 from fasttrain.callbacks.async_scoring.callback import AsyncCOCOScoring
 from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
-from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag
 from fasttrain.callbacks.async_scoring.optimization import AsyncScoringOptimization
-from fasttrain.callbacks.async_scoring.rows import KeepsRows
-from fasttrain.callbacks.async_scoring.scorer import AsyncScorer
+from fasttrain.callbacks.scored_elsewhere.evaluation import NotScored, Outcome, Scored, Tag
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows
+from fasttrain.callbacks.scored_elsewhere.scorer import AsyncScorer
 
 __all__ = [
     "AsyncCOCOScoring",

@@ -11,8 +11,8 @@ from torch import nn
 from fasttrain.bench import Case
 from fasttrain.callbacks.async_scoring import bench_scorers
 from fasttrain.callbacks.async_scoring.bench_set import DETECTIONS_PER_IMAGE, OPENIMAGES_VAL_IMAGES, generate
-from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Tag
-from fasttrain.callbacks.async_scoring.scorer import AsyncScorer, Rows
+from fasttrain.callbacks.scored_elsewhere.evaluation import NotScored, Outcome, Tag
+from fasttrain.callbacks.scored_elsewhere.scorer import AsyncScorer, Rows
 from fasttrain.errors import ConfigError, OptimizationError, nearest
 from fasttrain.measure import Row, make_row, synchronize
 

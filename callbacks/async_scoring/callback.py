@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
 from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
 from fasttrain.callbacks.async_scoring.each_image_once import check_padding, leave_out_padding
-from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag
 from fasttrain.callbacks.async_scoring.history import Evaluation, plain_rows, rows_of, table_of
-from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
-from fasttrain.callbacks.async_scoring.late_scores import Watcher, forget_scores, show_last_scores, watchers_of
-from fasttrain.callbacks.async_scoring.late_target import LateTarget
 from fasttrain.callbacks.async_scoring.ranks import OneProcess, Ranks, SeveralProcesses
-from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
-from fasttrain.callbacks.async_scoring.scorer import AsyncScorer
+from fasttrain.callbacks.scored_elsewhere.evaluation import NotScored, Outcome, Tag
+from fasttrain.callbacks.scored_elsewhere.late_checkpoint import LateCheckpoint
+from fasttrain.callbacks.scored_elsewhere.late_scoring import LateScoring
+from fasttrain.callbacks.scored_elsewhere.late_target import LateTarget
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows, why_not
+from fasttrain.callbacks.scored_elsewhere.scorer import AsyncScorer
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.randomness import random_state, set_random_state
@@ -30,7 +30,7 @@ PROGRESS_SECONDS = 10.0
 """Between two lines of progress, and between two signs of life for ranks that wait for the first."""
 
 
-class AsyncCOCOScoring(pl.Callback):
+class AsyncCOCOScoring(LateScoring):
     """Scores evaluations while training goes on: `Trainer(callbacks=[AsyncCOCOScoring()])`.
 
     In a fit it takes the place of the module's `on_validation_epoch_end`. The scores are logged under the step that was
@@ -47,27 +47,17 @@ class AsyncCOCOScoring(pl.Callback):
     """
 
     def __init__(self, **parameters: Any) -> None:
+        super().__init__()
         self.config = AsyncScoringConfig(**parameters)
-        self.changes: list[Change] = []
         self.stalled_seconds = 0.0
         """Of training's thread, spent on handing over, waiting for room or the slowest rank, and taking scores."""
-        self.scores: list[tuple[Tag, dict[str, float]]] = []
-        """Those that have arrived, in order."""
         self._evaluations: list[Evaluation] = []
         self._lost: list[NotScored] = []
         self._ranks: Ranks | None = None  # where there is something to score
         self._scorer: AsyncScorer | None = None  # on the first rank
-        self._watchers: list[Watcher] = []
         self._module: pl.LightningModule | None = None
-        self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
         self._random_state: dict[str, Any] | None = None
         self._unfinished: list[dict[str, Any]] = []  # of the run that is resumed
-        self._begun, self._seconds_before = time.perf_counter(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Wall seconds since the fit began, those before a resume included."""
-        return self._seconds_before + time.perf_counter() - self._begun
 
     # ---- begin and end of a fit --------------------------------------------------------------------------------------
 
@@ -82,11 +72,11 @@ class AsyncCOCOScoring(pl.Callback):
         """Start the scoring process, and take the module's place in scoring."""
         if not trainer.enable_validation:
             return
-        self._begun, self._lost = time.perf_counter(), []
+        self._begin()
+        self._lost = []
         ranks = self._ranks = SeveralProcesses() if trainer.world_size > 1 else OneProcess()
         ranks.first(lambda: self._start_scorer(pl_module))
-        forget_scores(trainer, self.scores)
-        self._watchers += watchers_of(trainer, lambda: self._ending, ranks.is_first)
+        self._watch(trainer, ranks.is_first)
         self._take_over(trainer, pl_module)
         self._go_on_with_unfinished(trainer)
         self.changes = [Change("on_validation_epoch_end", "scored in a process of its own, while training goes on")]
@@ -106,7 +96,7 @@ class AsyncCOCOScoring(pl.Callback):
             return
         self._drain(trainer, self._ranks)
         self._ranks.close()
-        show_last_scores(trainer, self.scores)
+        self._show_last(trainer)
         self._close()
         if self._lost and self.config.on_failure == "error":
             raise OptimizationError(_lost_text(self._lost))
@@ -139,23 +129,10 @@ class AsyncCOCOScoring(pl.Callback):
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
-        if self._ending is None:
-            return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.monitor not in trainer.callback_metrics:
-                raise OptimizationError(
-                    f"async_scoring: EarlyStopping monitors '{callback.monitor}', which is not logged before its "
-                    "evaluation ends; stop at a target instead (fasttrain.target.StopAtTarget), or leave one out."
-                )
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The evaluation before is over for everybody."""
-        self._ending = None
+        self._refuse_the_impatient(trainer, "async_scoring", "is not logged before its evaluation ends")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The same, where one evaluation follows another."""
+        """The evaluation before is over, where one follows another."""
         self._ending = None
         if trainer.world_size > 1 and self._ranks is not None and not trainer.sanity_checking:
             check_padding(trainer.val_dataloaders)
@@ -220,9 +197,7 @@ class AsyncCOCOScoring(pl.Callback):
         begun = time.perf_counter()
         tag = Tag(trainer.global_step, trainer.current_epoch, len(self._evaluations))
         self._evaluations.append(Evaluation(tag, logging_step(trainer), self.seconds))
-        for watcher in self._watchers:
-            watcher.expect(trainer, tag)
-        self._ending = tag
+        self._expect(trainer, tag)
         while not ranks.first(lambda: self._scoring.wait_for_room(tag, PROGRESS_SECONDS)):
             pass  # all ranks wait here, and not in the next step's collectives
         rows = ranks.gather(parts)
@@ -288,32 +263,21 @@ class AsyncCOCOScoring(pl.Callback):
                 watcher.forget(outcome.tag)
             return
         evaluation.arrived_seconds = self.seconds
-        self._log(trainer, evaluation, outcome)
-        self.scores.append((outcome.tag, outcome.scores))
+        self._log(trainer, outcome, evaluation.logging_step, evaluation.evaluated_seconds, evaluation.arrived_seconds)
         name, value = next(iter(outcome.scores.items()))
         late = evaluation.arrived_seconds - evaluation.evaluated_seconds
         _say(trainer, f"{outcome.tag}: {name} {value:.4f}, known {late:.1f} s later")
-        for watcher in self._watchers:
-            watcher.judge(trainer, outcome.tag, outcome.scores)
-
-    def _log(self, trainer: pl.Trainer, evaluation: Evaluation, outcome: Scored) -> None:
-        times = {"evaluated_seconds": evaluation.evaluated_seconds, "score_arrived_seconds": evaluation.arrived_seconds}
-        metrics = {**outcome.scores, **times, "epoch": evaluation.tag.epoch}
-        for logger in trainer.loggers:
-            logger.log_metrics(dict(metrics), evaluation.logging_step)
-            logger.save()
+        self._tell(trainer, outcome)
 
     def _close(self) -> None:
         if self._scorer is not None:
             self._scorer.close()
         self._scorer = self._ranks = None
-        for watcher in self._watchers:
-            watcher.release()
-        self._watchers.clear()
+        self._stop_watching()
         if self._module is not None:
             del self._module.on_validation_epoch_end
             self._module = None
-        self._ending = self._random_state = None
+        self._random_state = None
 
 
 def _say(trainer: pl.Trainer, text: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fasttrain.callbacks.async_scoring.evaluation import Tag
+from fasttrain.callbacks.scored_elsewhere.evaluation import Tag
 from fasttrain.optimization import Table
 
 COLUMNS = ("step", "epoch", "evaluated (s)", "score arrived (s)", "scoring (s)", "faults")

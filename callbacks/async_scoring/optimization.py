@@ -1,16 +1,16 @@
 """The plan's door to scoring beside training."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.async_scoring.callback import AsyncCOCOScoring
 from fasttrain.callbacks.async_scoring.config import AsyncScoringConfig
-from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows, why_not
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
 
-class AsyncScoringOptimization(Optimization[AsyncScoringConfig]):
+class AsyncScoringOptimization(CallbackOptimization[AsyncScoringConfig, AsyncCOCOScoring]):
     """Scores evaluations in a process of its own."""
 
     name: ClassVar[str] = "async_scoring"
@@ -19,9 +19,9 @@ class AsyncScoringOptimization(Optimization[AsyncScoringConfig]):
     stage: ClassVar[Stage] = Stage.CALLBACK
     grade = "same numbers"
 
-    def __init__(self, config: AsyncScoringConfig) -> None:
-        super().__init__(config)
-        self.callback = AsyncCOCOScoring(**vars(config))
+    def make_callback(self) -> AsyncCOCOScoring:
+        """Return the callback, with the configuration as its parameters."""
+        return AsyncCOCOScoring(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where the module does not hand out what it found."""
@@ -30,15 +30,3 @@ class AsyncScoringOptimization(Optimization[AsyncScoringConfig]):
         if not isinstance(context.module, KeepsRows):
             return Refuses(why_not(context.module))
         return Applies("scores arrive while training goes on, under the step they belong to")
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return what is scored elsewhere; nothing in a run that never validates."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return when each evaluation was made and when its score arrived."""
-        return [self.callback.table()]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fasttrain.callbacks.async_scoring.memory import joint_shape
-from fasttrain.callbacks.async_scoring.scorer import ComingRows
+from fasttrain.callbacks.scored_elsewhere.memory import joint_shape
+from fasttrain.callbacks.scored_elsewhere.scorer import ComingRows
 from fasttrain.errors import OptimizationError
 
 Result = TypeVar("Result")

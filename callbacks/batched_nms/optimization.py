@@ -1,16 +1,16 @@
 """The two doors of batched_nms: a Lightning callback and the plan's optimization."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.batched_nms.candidates import random_candidates
 from fasttrain.callbacks.batched_nms.sites import BatchedNMSPatches
 from fasttrain.environment import triton_runs
 from fasttrain.measure import ms_text, time_ms
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 from fasttrain.patches import PatchCallback, PatchConfig, PatchSite, open_sites
 
 MEASURED_IMAGES = 8
@@ -34,7 +34,7 @@ class FusedBatchedNMS(PatchCallback):
         super().__init__(BatchedNMSPatches())
 
 
-class BatchedNMSOptimization(Optimization[BatchedNMSConfig]):
+class BatchedNMSOptimization(CallbackOptimization[BatchedNMSConfig, FusedBatchedNMS]):
     """The plan's door. No step of training suppresses anything, so it measures the suppression by itself."""
 
     name: ClassVar[str] = "batched_nms"
@@ -43,9 +43,9 @@ class BatchedNMSOptimization(Optimization[BatchedNMSConfig]):
     stage: ClassVar[Stage] = Stage.MODEL
     grade = "same numbers"
 
-    def __init__(self, config: BatchedNMSConfig) -> None:
-        super().__init__(config)
-        self.callback = FusedBatchedNMS()
+    def make_callback(self) -> FusedBatchedNMS:
+        """Return the callback."""
+        return FusedBatchedNMS()
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there is no suppression or no kernel, or where it measures no faster."""
@@ -58,14 +58,6 @@ class BatchedNMSOptimization(Optimization[BatchedNMSConfig]):
         if not self.config.measure:
             return Applies(f"{len(sites)} sites; not measured, as asked")
         return self._measured(sites[0], len(sites), torch.device(hardware.device))
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the modules replaced."""
-        return self.callback.changes
 
     def _measured(self, site: PatchSite, sites: int, device: torch.device) -> Verdict:
         candidates = random_candidates(device, MEASURED_IMAGES)

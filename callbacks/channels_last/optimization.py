@@ -1,12 +1,11 @@
 """When channels_last applies, and its two doors: a Lightning callback and the plan's optimization."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import torch
 
+from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.callbacks.channels_last.layout import (
     batch_to_channels_last,
     convolutions_to_change,
@@ -14,10 +13,10 @@ from fasttrain.callbacks.channels_last.layout import (
     is_channels_last,
     to_channels_last,
 )
-from fasttrain.comparison import verdict_of
+from fasttrain.comparison import measured, verdict_of
 from fasttrain.errors import OptimizationError
 from fasttrain.measure import AUTOCAST, StepProbe
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 from fasttrain.trainer import transform_batches
 
 
@@ -31,7 +30,7 @@ class ChannelsLastConfig:
     """The share of step time that must be saved; below it the difference is noise."""
 
 
-class ChannelsLast(pl.Callback):
+class ChannelsLast(ActingCallback):
     """Trains in channels_last: `Trainer(callbacks=[ChannelsLast()])`.
 
     Converts the weights of 2-d convolutions once, before the optimizer is made, and each batch after it has reached
@@ -40,9 +39,6 @@ class ChannelsLast(pl.Callback):
     Raises:
         OptimizationError: at `setup`, when the model has no convolution to which the format makes a difference.
     """
-
-    def __init__(self) -> None:
-        self.changes: list[Change] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Convert the weights and, from here on, the batches."""
@@ -56,7 +52,7 @@ class ChannelsLast(pl.Callback):
         transform_batches(trainer, batch_to_channels_last)
 
 
-class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
+class ChannelsLastOptimization(CallbackOptimization[ChannelsLastConfig, ChannelsLast]):
     """The plan's door."""
 
     name: ClassVar[str] = "channels_last"
@@ -65,9 +61,9 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
     stage: ClassVar[Stage] = Stage.MODEL
     grade = "same numbers"
 
-    def __init__(self, config: ChannelsLastConfig) -> None:
-        super().__init__(config)
-        self.callback = ChannelsLast()
+    def make_callback(self) -> ChannelsLast:
+        """Return the callback."""
+        return ChannelsLast()
 
     def check(self, context: Context) -> Verdict:
         """Refuse where nothing would change, or where the step measures no faster."""
@@ -76,33 +72,17 @@ class ChannelsLastOptimization(Optimization[ChannelsLastConfig]):
             return Refuses(f"{type(context.module).__name__} has no 2-d convolution whose weight would change")
         if not self.config.measure:
             return Applies(f"{len(sites)} convolution weights; not measured, as asked")
-        if context.example is None:
-            return Refuses("there is no batch to measure with; set optimizations.channels_last.measure=false to trust")
-        try:
-            batch = context.example()
-        except OptimizationError as error:
-            return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
+        return measured(context, self.name, lambda batch: self._compare(context, batch, len(sites)))
+
+    def _compare(self, context: Context, batch: Any, sites: int) -> Verdict:
         if not any(True for _ in images_in(batch)):
             return Refuses("the batch holds no 4-d tensor of two or more channels, so nothing would be fed to it")
-        probe = StepProbe(context.module, batch, context.hardware.device)
-        return self._compare(probe, AUTOCAST.get(context.precision), len(sites))
 
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the converted weights."""
-        return self.callback.changes
-
-    def _compare(self, probe: StepProbe, autocast: torch.dtype | None, sites: int) -> Verdict:
         def convert(module: pl.LightningModule, batch: Any) -> Any:
             to_channels_last(module)
             return batch_to_channels_last(batch)
 
-        try:
-            plain, ours = probe.compare(convert, autocast)
-        except OptimizationError as error:
-            return Refuses(f"{error}; set optimizations.channels_last.measure=false to use it unmeasured")
+        probe = StepProbe(context.module, batch, context.hardware.device)
+        plain, ours = probe.compare(convert, AUTOCAST.get(context.precision))
         what = f"{sites} convolution weights"
         return verdict_of(what, plain.median_ms, ours.median_ms, self.config.least_gain)

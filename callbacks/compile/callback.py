@@ -6,18 +6,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from fasttrain.callback_door import ActingCallback
 from fasttrain.callbacks.compile.cache import compiled_folder, kept_in
 from fasttrain.callbacks.compile.compiled import WITHOUT_GRAPHS, CompiledRegions
 from fasttrain.callbacks.compile.config import CompileConfig, Mode
 from fasttrain.callbacks.compile.regions import why_no_region
 from fasttrain.callbacks.compile.tally import COLUMNS, Tally, total
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Change, Table
+from fasttrain.optimization import Table
 
 MOST_ROWS = 20
 
 
-class RegionalCompile(pl.Callback):
+class RegionalCompile(ActingCallback):
     """Compiles parts of a model by torch.compile: `Trainer(callbacks=[RegionalCompile()])`.
 
     Acts before the optimizer is made; a region compiles when it is first called. Weights, their names and checkpoints
@@ -32,8 +33,8 @@ class RegionalCompile(pl.Callback):
     """
 
     def __init__(self, **parameters: Any) -> None:
+        super().__init__()
         self.config = CompileConfig(**parameters)
-        self.changes: list[Change] = []
         self._compiled: list[CompiledRegions] = []
         self._cache = ExitStack()
         self._folder: Path | None = None

@@ -1,12 +1,11 @@
 """When the regional compile applies, and the plan's door to it."""
 
-from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.compile.cache import compiled_folder, kept_in
 from fasttrain.callbacks.compile.callback import RegionalCompile, why_not_in_graph
 from fasttrain.callbacks.compile.compiled import CompiledRegions, NotCompilable, first_line
@@ -14,12 +13,12 @@ from fasttrain.callbacks.compile.config import CompileConfig
 from fasttrain.callbacks.compile.regions import find_regions, why_no_region
 from fasttrain.callbacks.compile.tally import total
 from fasttrain.callbacks.compile.toolchain import why_not
-from fasttrain.comparison import compare_step, verdict_of
+from fasttrain.comparison import compare_step, measured, verdict_of
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
 
-class CompileOptimization(Optimization[CompileConfig]):
+class CompileOptimization(CallbackOptimization[CompileConfig, RegionalCompile]):
     """Compiles what the model consists of once the other optimizations have changed it."""
 
     name: ClassVar[str] = "compile"
@@ -28,9 +27,9 @@ class CompileOptimization(Optimization[CompileConfig]):
     stage: ClassVar[Stage] = Stage.CALLBACK
     grade = "same numbers"
 
-    def __init__(self, config: CompileConfig) -> None:
-        super().__init__(config)
-        self.callback = RegionalCompile(**{f.name: getattr(config, f.name) for f in fields(config)})
+    def make_callback(self) -> RegionalCompile:
+        """Return the callback, with the configuration as its parameters."""
+        return RegionalCompile(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where nothing can be compiled, or where the step measures no faster."""
@@ -45,25 +44,7 @@ class CompileOptimization(Optimization[CompileConfig]):
             return Refuses(reason)
         if not config.measure:
             return Applies(f"{regions} regions; not measured, as asked")
-        if context.example is None:
-            return Refuses("there is no batch to measure with; set optimizations.compile.measure=false to trust")
-        try:
-            with kept_in(compiled_folder(config.cache_dir, context.precision)):
-                return self._compare(context, context.example(), regions)
-        except OptimizationError as error:
-            return Refuses(f"{_said(error)}; set optimizations.compile.measure=false to use it unmeasured")
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the regions."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return the table of seconds, graphs, recompilations, graph breaks and cache hits by region."""
-        return [self.callback.table()]
+        return measured(context, self.name, lambda batch: self._compare(context, batch, regions), _said)
 
     def _why_not(self, context: Context) -> str | None:
         on_gpu = torch.device(context.hardware.device).type == "cuda"
@@ -82,7 +63,8 @@ class CompileOptimization(Optimization[CompileConfig]):
             made[-1].apply()
             return batch
 
-        plain, ours = compare_step(context, batch, compile_copy)
+        with kept_in(compiled_folder(config.cache_dir, context.precision)):
+            plain, ours = compare_step(context, batch, compile_copy)
         joint = total(made[0].tallies if made else ())
         seconds = f", compiled in {joint.compile_seconds:.1f} s ({joint.start})" if joint.compilations else ""
         return verdict_of(f"{regions} regions", plain.median_ms, ours.median_ms, config.least_gain, seconds)

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
+from fasttrain.callback_door import ActingCallback
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import decide
 from fasttrain.callbacks.cuda_graph_step.inspection.hooks import reads_gradients
@@ -30,7 +31,7 @@ WARM_UP_OF_DDP = 11
 MOST_ROWS = 20
 
 
-class CUDAGraphStep(pl.Callback):
+class CUDAGraphStep(ActingCallback):
     """Captures the whole training step as a CUDA graph and replays it: `Trainer(callbacks=[CUDAGraphStep()])`.
 
     For modules with automatic optimization. On a device without CUDA graphs it says so and changes nothing. Weights,
@@ -47,11 +48,11 @@ class CUDAGraphStep(pl.Callback):
     """
 
     def __init__(self, stand_in: bool = False, **parameters: Any) -> None:
+        super().__init__()
         self.config = CUDAGraphStepConfig(**parameters)
         self.stand_in = stand_in
         self.step: GraphedStep | None = None
         self.pool: GraphPool[StepGraph] = self._make_pool(self.config.warm_up)
-        self.changes: list[Change] = []
         self.notes: list[str] = []
         self.refusal: str | None = None
         """Why nothing is captured, where that was clear before the first step."""

@@ -1,19 +1,19 @@
 """The plan's door to the graph step."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.cuda_graph_step.callback import CUDAGraphStep
 from fasttrain.callbacks.cuda_graph_step.config import CUDAGraphStepConfig
 from fasttrain.callbacks.cuda_graph_step.decide import why_no_step_can_be_captured
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.optimization import Applies, Change, Context, Refuses, Stage, Verdict
 
 
-class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
+class CUDAGraphStepOptimization(CallbackOptimization[CUDAGraphStepConfig, CUDAGraphStep]):
     """Captures the training step once everything else is in place."""
 
     name: ClassVar[str] = "cuda_graph_step"
@@ -22,9 +22,9 @@ class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
     stage: ClassVar[Stage] = Stage.CAPTURE
     grade = "same numbers"
 
-    def __init__(self, config: CUDAGraphStepConfig) -> None:
-        super().__init__(config)
-        self.callback = CUDAGraphStep(**{f.name: getattr(config, f.name) for f in fields(config)})
+    def make_callback(self) -> CUDAGraphStep:
+        """Return the callback, with the configuration as its parameters."""
+        return CUDAGraphStep(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there are no CUDA graphs, or where the step's code tells that it can't be captured."""
@@ -37,10 +37,6 @@ class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
         what = "forward and backward" if self.config.scope == "fwd_bwd" else "the whole step"
         return Applies(f"{what} captured after {self.config.warm_up} eager steps, and checked against an eager one")
 
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
     def applied(self) -> Sequence[Change]:
         """Return what is captured.
 
@@ -52,8 +48,4 @@ class CUDAGraphStepOptimization(Optimization[CUDAGraphStepConfig]):
                 f"cuda_graph_step was to be applied and can't be, since {self.callback.refusal}. Leave it out: "
                 "optimizations.cuda_graph_step=false."
             )
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return the table of replays, eager steps, captures and evictions."""
-        return [self.callback.table()]
+        return super().applied()

@@ -127,7 +127,11 @@ class UsableSamples:
 
 
 def portable_pixmap(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return an image of (H, W, 3), RGB, as the bytes of a PPM file, which decoders copy out without a loss."""
+    """Return an image as the bytes of a PPM file, (length,) uint8, which decoders copy out without a loss.
+
+    Args:
+        pixels: (H, W, 3) uint8, RGB; copied.
+    """
     height, width, _ = pixels.shape
     head = np.frombuffer(b"P6\n%d %d\n255\n" % (width, height), np.uint8)
     return np.concatenate([head, np.ascontiguousarray(pixels).reshape(-1)])

@@ -1,6 +1,6 @@
 """When device_prefetch applies, and its two doors: a Lightning callback and the plan's optimization."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 
 from fasttrain.batches import tensors_in
+from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.callbacks.device_prefetch.exchange import Exchange
 from fasttrain.callbacks.device_prefetch.loader import PrefetchingLoader, PullAhead, depth_for
 from fasttrain.callbacks.device_prefetch.mover import DeviceMover
@@ -17,7 +18,7 @@ from fasttrain.callbacks.device_prefetch.streams import CudaStreams, Streams
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.fetching import stand_between
 from fasttrain.measure import ms_text, time_ms
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.optimization import Applies, Change, Context, Refuses, Stage, Table, Verdict
 from fasttrain.trainer import exchange_batches, layout_transforms
 
 DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -47,7 +48,7 @@ class DevicePrefetchConfig:
             )
 
 
-class DevicePrefetcher(pl.Callback):
+class DevicePrefetcher(ActingCallback):
     """Moves the next batches to the device while the step runs: `Trainer(callbacks=[DevicePrefetcher()])`.
 
     For training batches of any structure from any loader. If the module has a method `prepare_batch(batch)`, it is
@@ -59,8 +60,8 @@ class DevicePrefetcher(pl.Callback):
     """
 
     def __init__(self, streams: Streams | None = None, **parameters: Any) -> None:
+        super().__init__()
         self.config = DevicePrefetchConfig(**parameters)
-        self.changes: list[Change] = []
         self.exchange: Exchange | None = None
         self._streams = streams
         self._loader: PrefetchingLoader | None = None
@@ -112,17 +113,17 @@ class DevicePrefetcher(pl.Callback):
         """The same here; Lightning calls nothing else then."""
         self._release()
 
-    def table(self) -> Table:
-        """Return how many batches were on the device when the step asked for them."""
+    def table(self) -> Table | None:
+        """Return how many batches were on the device when the step asked for them; None where none was moved ahead."""
+        exchange = self.exchange
+        if exchange is None or not self.changes:
+            return None
         columns = (
             "batches found on the device",
             "batches moved in their turn",
             "buffers made",
             "buffers left to others",
         )
-        exchange = self.exchange
-        if exchange is None:
-            return Table("batches moved ahead", columns, ())
         pool = exchange.mover.pool
         row = (exchange.exchanged, exchange.unmoved, pool.made, pool.left)
         return Table("batches moved ahead", columns, (row,))
@@ -153,7 +154,7 @@ class DevicePrefetcher(pl.Callback):
         self._loader = self._end_exchange = None
 
 
-class DevicePrefetchOptimization(Optimization[DevicePrefetchConfig]):
+class DevicePrefetchOptimization(CallbackOptimization[DevicePrefetchConfig, DevicePrefetcher]):
     """The plan's door."""
 
     name: ClassVar[str] = "device_prefetch"
@@ -163,9 +164,9 @@ class DevicePrefetchOptimization(Optimization[DevicePrefetchConfig]):
     conflicts: ClassVar[Mapping[str, str]] = {"dali_loader": "DALI's batches are made on the device"}
     grade = "same numbers"
 
-    def __init__(self, config: DevicePrefetchConfig) -> None:
-        super().__init__(config)
-        self.callback = DevicePrefetcher(**vars(config))
+    def make_callback(self) -> DevicePrefetcher:
+        """Return the callback, with the configuration as its parameters."""
+        return DevicePrefetcher(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there is no GPU or nothing on the host to be moved; else say what a batch's copy takes."""
@@ -183,18 +184,6 @@ class DevicePrefetchOptimization(Optimization[DevicePrefetchConfig]):
         if all(tensor.is_cuda for tensor in tensors):
             return Refuses("the loader puts its batches on the GPU by itself, so there is nothing left to move")
         return Applies(_cost_of_copy(batch, torch.device(context.hardware.device)))
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return how the loader's batches are moved."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return the counts, if anything was done."""
-        return [self.callback.table()] if self.callback.changes else []
 
 
 def _cost_of_copy(batch: Any, device: torch.device) -> str:

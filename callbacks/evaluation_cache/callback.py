@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 
+from fasttrain.callback_door import ActingCallback
 from fasttrain.callbacks.evaluation_cache.loader import Doing, KeepingLoader
 from fasttrain.callbacks.evaluation_cache.order import why_not_in_order
 from fasttrain.errors import ConfigError
@@ -35,7 +36,7 @@ class EvaluationCacheConfig:
             raise ConfigError(f"optimizations.evaluation_cache.compared is {self.compared}; it must be at least 0.")
 
 
-class EvaluationCache(pl.Callback):
+class EvaluationCache(ActingCallback):
     """Keeps a fit's evaluation batches on the device: `Trainer(callbacks=[EvaluationCache()])`.
 
     The first evaluation's batches are kept, the second's are compared with them, and from the third on the loader makes
@@ -46,8 +47,8 @@ class EvaluationCache(pl.Callback):
     """
 
     def __init__(self, **parameters: Any) -> None:
+        super().__init__()
         self.config = EvaluationCacheConfig(**parameters)
-        self.changes: list[Change] = []
         self.notes: list[str] = []
         self.loader: KeepingLoader | None = None
         self._kept_bytes = 0

@@ -1,20 +1,21 @@
 """The plan's door to evaluations whose batches are kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.evaluation_cache.callback import EvaluationCache, EvaluationCacheConfig, most_bytes
 from fasttrain.callbacks.evaluation_cache.kept import bytes_of
 from fasttrain.callbacks.evaluation_cache.order import why_not_in_order
 from fasttrain.errors import FasttrainError
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 from fasttrain.randomness import random_state_kept
 
 
-class EvaluationCacheOptimization(Optimization[EvaluationCacheConfig]):
+class EvaluationCacheOptimization(CallbackOptimization[EvaluationCacheConfig, EvaluationCache]):
     """Keeps evaluation batches where they fit."""
 
     name: ClassVar[str] = "evaluation_cache"
@@ -26,9 +27,9 @@ class EvaluationCacheOptimization(Optimization[EvaluationCacheConfig]):
     }
     grade = "same numbers"
 
-    def __init__(self, config: EvaluationCacheConfig) -> None:
-        super().__init__(config)
-        self.callback = EvaluationCache(**vars(config))
+    def make_callback(self) -> EvaluationCache:
+        """Return the callback, with the configuration as its parameters."""
+        return EvaluationCache(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there is no GPU, where the order is one at random, or where the batches would not fit."""
@@ -53,18 +54,6 @@ class EvaluationCacheOptimization(Optimization[EvaluationCacheConfig]):
         if wanted / context.processes > most:
             return Refuses(f"its batches would take {size}, and {most / 1e9:,.2f} are for them (most_gb)")
         return Applies(f"its batches take {size}, of {most / 1e9:,.2f} that are for them")
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return whose batches are kept; nothing in a run that never validates."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return where the evaluations' batches came from."""
-        return [self.callback.table()]
 
 
 def estimated_bytes(loader: Any) -> float | None:

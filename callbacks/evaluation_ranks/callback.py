@@ -1,16 +1,11 @@
 """`EvaluationRanks`: the last processes of a Lightning run evaluate what the others hand over, while those go on."""
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fasttrain.callbacks.async_scoring.evaluation import Scored, Tag
-from fasttrain.callbacks.async_scoring.late_scores import Watcher, forget_scores, show_last_scores, watchers_of
-from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
 from fasttrain.callbacks.evaluation_ranks.config import EvaluationRanksConfig
 from fasttrain.callbacks.evaluation_ranks.evaluation_side import EvaluationSide, Rows
 from fasttrain.callbacks.evaluation_ranks.schedule import WaitSchedule
@@ -24,6 +19,9 @@ from fasttrain.callbacks.evaluation_ranks.strategy import (
     validate_once,
 )
 from fasttrain.callbacks.evaluation_ranks.training_side import TrainingSide, told
+from fasttrain.callbacks.scored_elsewhere.evaluation import Scored, Tag
+from fasttrain.callbacks.scored_elsewhere.late_scoring import LateScoring
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows, why_not
 from fasttrain.errors import OptimizationError
 from fasttrain.optimization import Change, Table
 from fasttrain.trainer import logging_step
@@ -43,7 +41,7 @@ class _Evaluation:
     scoring_seconds: float = float("nan")
 
 
-class EvaluationRanks(pl.Callback):
+class EvaluationRanks(LateScoring):
     """Dedicated evaluation ranks: `Trainer(devices=8, strategy=ranks.strategy, callbacks=[ranks])`.
 
     Where Lightning would validate, the training ranks hand over their weights and go on. The evaluation ranks run the
@@ -59,26 +57,16 @@ class EvaluationRanks(pl.Callback):
     """
 
     def __init__(self, **parameters: Any) -> None:
+        super().__init__()
         self.config = EvaluationRanksConfig(**parameters)
         unused = {"find_unused_parameters": True} if self.config.find_unused_parameters else {}
         self.strategy = EvaluationRanksStrategy(self.config, **unused)
         """For the Trainer."""
-        self.changes: list[Change] = []
-        self.scores: list[tuple[Tag, dict[str, float]]] = []
-        """Those that were taken, in order."""
         self._evaluations: list[_Evaluation] = []
         self._training: TrainingSide | None = None
         self._evaluation: EvaluationSide | None = None
-        self._watchers: list[Watcher] = []
-        self._ending: Tag | None = None  # of the evaluation whose validation hooks are being called
         self._batches = 0
         self._rows: Rows = []
-        self._begun, self._seconds_before = time.perf_counter(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Wall seconds since the fit began, those before a resume included."""
-        return self._seconds_before + time.perf_counter() - self._begun
 
     # ---- begin and end of a fit --------------------------------------------------------------------------------------
 
@@ -107,7 +95,8 @@ class EvaluationRanks(pl.Callback):
         assert isinstance(strategy, EvaluationRanksStrategy)
         assert strategy.roles is not None
         assert isinstance(pl_module, KeepsRows)
-        self._begun, roles = time.perf_counter(), strategy.roles
+        roles = strategy.roles
+        self._begin()
         if not roles.trains:
             truth = pl_module.ground_truth() if roles.role_rank == 0 else None
             self._evaluation = EvaluationSide(
@@ -117,8 +106,7 @@ class EvaluationRanks(pl.Callback):
             return
         schedule = WaitSchedule(config.early_wait, config.early_epochs, config.late_wait)
         self._training = TrainingSide(roles, pl_module, schedule, config.timeout_seconds)
-        forget_scores(trainer, self.scores)
-        self._watchers += watchers_of(trainer, lambda: self._ending, trainer.is_global_zero)
+        self._watch(trainer, trainer.is_global_zero)
         if trainer.enable_validation:
             self.changes = [Change("validation", "handed over to ranks of its own", roles.evaluation)]
 
@@ -128,7 +116,7 @@ class EvaluationRanks(pl.Callback):
             return
         self._take(trainer, self._training.collect())
         self._training.finish()
-        show_last_scores(trainer, self.scores)
+        self._show_last(trainer)
         self._release(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -145,12 +133,6 @@ class EvaluationRanks(pl.Callback):
         self._release(trainer)
 
     # ---- the training ranks ------------------------------------------------------------------------------------------
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """The evaluation before is over for everybody."""
-        self._ending = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -177,9 +159,7 @@ class EvaluationRanks(pl.Callback):
             callback.on_validation_epoch_start(trainer, pl_module)
         tag = Tag(trainer.global_step, trainer.current_epoch, len(self._evaluations))
         self._evaluations.append(_Evaluation(tag, logging_step(trainer), self.seconds, batches_later=self._batches))
-        for watcher in self._watchers:
-            watcher.expect(trainer, tag)
-        self._ending = tag
+        self._expect(trainer, tag)
         self._training.hand_over(tag, batches_between_validations(trainer))
         for callback in callbacks:
             callback.on_validation_epoch_end(trainer, pl_module)
@@ -188,15 +168,7 @@ class EvaluationRanks(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse those who can't wait for a score."""
-        if self._ending is None:
-            return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.monitor not in trainer.callback_metrics:
-                raise OptimizationError(
-                    f"evaluation_ranks: EarlyStopping monitors '{callback.monitor}', which training ranks don't know "
-                    "when an evaluation begins; stop at a target instead (fasttrain.target.StopAtTarget), or leave "
-                    "one out."
-                )
+        self._refuse_the_impatient(trainer, "evaluation_ranks", "training ranks don't know when an evaluation begins")
 
     def _take(self, trainer: pl.Trainer, scored: Scored | None) -> None:
         if scored is None:
@@ -206,18 +178,10 @@ class EvaluationRanks(pl.Callback):
         evaluation.batches_later = self._batches - evaluation.batches_later
         for fault in scored.faults:
             rank_zero_warn(f"scoring {scored.tag}: {fault}; it was scored at the second attempt.")
-        times = {
-            "evaluated_seconds": evaluation.handed_over_seconds,
-            "score_arrived_seconds": evaluation.taken_seconds,
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics({**scored.scores, **times, "epoch": scored.tag.epoch}, evaluation.logging_step)
-            logger.save()
-        self.scores.append((scored.tag, scored.scores))
+        self._log(trainer, scored, evaluation.logging_step, evaluation.handed_over_seconds, evaluation.taken_seconds)
         name, value = next(iter(scored.scores.items()))
         rank_zero_info(f"{scored.tag}: {name} {value:.4f}, taken {evaluation.batches_later} batches later")
-        for watcher in self._watchers:
-            watcher.judge(trainer, scored.tag, scored.scores)
+        self._tell(trainer, scored)
 
     # ---- the evaluation ranks ----------------------------------------------------------------------------------------
 
@@ -272,10 +236,7 @@ class EvaluationRanks(pl.Callback):
         return Table("evaluations by dedicated ranks", COLUMNS, rows, note)
 
     def _release(self, trainer: pl.Trainer) -> None:
-        for watcher in self._watchers:
-            watcher.release()
-        self._watchers.clear()
-        self._ending = None
+        self._stop_watching()
         put_back(trainer)
         module = trainer.lightning_module
         if module is not None:

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from fasttrain.callbacks.async_scoring.evaluation import NotScored, Tag
-from fasttrain.callbacks.async_scoring.process import ScoreFunction
-from fasttrain.callbacks.async_scoring.scorer import AsyncScorer
 from fasttrain.callbacks.evaluation_ranks.roles import Roles
 from fasttrain.callbacks.evaluation_ranks.training_side import told
 from fasttrain.callbacks.evaluation_ranks.weights import FlatWeights
+from fasttrain.callbacks.scored_elsewhere.evaluation import NotScored, Tag
+from fasttrain.callbacks.scored_elsewhere.process import ScoreFunction
+from fasttrain.callbacks.scored_elsewhere.scorer import AsyncScorer
 from fasttrain.errors import OptimizationError
 
 Rows = Sequence[NDArray[Any]]

@@ -1,15 +1,16 @@
 """The plan's door to dedicated evaluation ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from fasttrain.callbacks.async_scoring.rows import KeepsRows, why_not
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.evaluation_ranks.callback import EvaluationRanks
 from fasttrain.callbacks.evaluation_ranks.config import EvaluationRanksConfig
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.callbacks.scored_elsewhere.rows import KeepsRows, why_not
+from fasttrain.optimization import Applies, Attachment, Context, Refuses, Stage, Verdict
 
 
-class EvaluationRanksOptimization(Optimization[EvaluationRanksConfig]):
+class EvaluationRanksOptimization(CallbackOptimization[EvaluationRanksConfig, EvaluationRanks]):
     """Has the last processes of a run evaluate."""
 
     name: ClassVar[str] = "evaluation_ranks"
@@ -19,9 +20,9 @@ class EvaluationRanksOptimization(Optimization[EvaluationRanksConfig]):
     grade = "same numbers"
     conflicts: ClassVar[Mapping[str, str]] = {"async_scoring": "each takes the module's evaluation over"}
 
-    def __init__(self, config: EvaluationRanksConfig) -> None:
-        super().__init__(config)
-        self.callback = EvaluationRanks(**vars(config))
+    def make_callback(self) -> EvaluationRanks:
+        """Return the callback, with the configuration as its parameters."""
+        return EvaluationRanks(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where no process would be left to train, or the module does not hand out what it found."""
@@ -37,11 +38,3 @@ class EvaluationRanksOptimization(Optimization[EvaluationRanksConfig]):
     def attach(self, context: Context) -> Attachment:
         """Hand over the callback and its strategy."""
         return Attachment(callbacks=[self.callback], trainer_options={"strategy": self.callback.strategy})
-
-    def applied(self) -> Sequence[Change]:
-        """Return what is handed over; nothing in a run that never validates."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return when weights were handed over and their scores taken."""
-        return [self.callback.table()]

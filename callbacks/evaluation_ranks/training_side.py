@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fasttrain.callbacks.async_scoring.evaluation import Scored, Tag
 from fasttrain.callbacks.evaluation_ranks.roles import Roles
 from fasttrain.callbacks.evaluation_ranks.schedule import WaitSchedule
 from fasttrain.callbacks.evaluation_ranks.weights import FlatWeights
+from fasttrain.callbacks.scored_elsewhere.evaluation import Scored, Tag
 from fasttrain.errors import OptimizationError
 
 

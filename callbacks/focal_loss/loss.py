@@ -72,7 +72,11 @@ def sigmoid_focal_loss(
 
 
 class FocalLoss(nn.Module):
-    """`sigmoid_focal_loss` that expects the gradient which the last backward brought. It has no state to save."""
+    """`sigmoid_focal_loss` that expects the gradient which the last backward brought. It has no state to save.
+
+    Args:
+        alpha, gamma, in_place, tier: as of `sigmoid_focal_loss`.
+    """
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0, *, in_place: bool = False, tier: Tier = "auto") -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """When the one-pass focal loss applies, and its two doors: a Lightning callback and the plan's optimization."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -8,10 +7,11 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 
+from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.callbacks.focal_loss.loss import FocalLoss
 from fasttrain.callbacks.focal_loss.sites import ROLE, FocalLossSurgery, loss_sites
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FocalLossConfig:
     """Write gradients over the logits: saves their memory; nothing else may read them after the loss."""
 
 
-class FusedFocalLoss(pl.Callback):
+class FusedFocalLoss(ActingCallback):
     """Computes a model's focal loss in one pass over its logits: `Trainer(callbacks=[FusedFocalLoss()])`.
 
     Acts on torchvision's RetinaNet, and on modules that say they are a focal loss (see `sites.ROLE`).
@@ -33,8 +33,8 @@ class FusedFocalLoss(pl.Callback):
     """
 
     def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
         self.in_place = in_place
-        self.changes: list[Change] = []
         self._surgeries: list[FocalLossSurgery] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -55,7 +55,7 @@ class FusedFocalLoss(pl.Callback):
         self._surgeries.clear()
 
 
-class FocalLossOptimization(Optimization[FocalLossConfig]):
+class FocalLossOptimization(CallbackOptimization[FocalLossConfig, FusedFocalLoss]):
     """The plan's door."""
 
     name: ClassVar[str] = "focal_loss"
@@ -64,9 +64,9 @@ class FocalLossOptimization(Optimization[FocalLossConfig]):
     stage: ClassVar[Stage] = Stage.MODEL
     grade = "same numbers"
 
-    def __init__(self, config: FocalLossConfig) -> None:
-        super().__init__(config)
-        self.callback = FusedFocalLoss(config.in_place)
+    def make_callback(self) -> FusedFocalLoss:
+        """Return the callback."""
+        return FusedFocalLoss(self.config.in_place)
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there is no focal loss to replace."""
@@ -77,14 +77,6 @@ class FocalLossOptimization(Optimization[FocalLossConfig]):
         if has_kernel and find_spec("triton") is None:
             return Applies(f"{', '.join(sites)}; in plain PyTorch, because Triton is not installed")
         return Applies(f"{', '.join(sites)}; {'Triton kernel' if has_kernel else 'in plain PyTorch'}")
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the losses replaced."""
-        return self.callback.changes
 
 
 def _no_site(module: pl.LightningModule) -> str:

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from fasttrain.batches import Signature
+from fasttrain.callback_door import ActingCallback
 from fasttrain.callbacks.graph_evaluation.captured_call import CapturedCall
 from fasttrain.callbacks.graph_evaluation.places import METHOD, places, why_none
 from fasttrain.errors import ConfigError, OptimizationError
@@ -30,7 +31,7 @@ class GraphEvaluationConfig:
             raise ConfigError(f"optimizations.graph_evaluation.max_graphs is {self.max_graphs}; it must be at least 1.")
 
 
-class GraphedEvaluation(pl.Callback):
+class GraphedEvaluation(ActingCallback):
     """Replays the device's part of each validation step as a CUDA graph: `Trainer(callbacks=[GraphedEvaluation()])`.
 
     That part is the module's method `evaluate_batch`, if it has one, or else the forward of each network that the
@@ -46,8 +47,8 @@ class GraphedEvaluation(pl.Callback):
     """
 
     def __init__(self, stand_in: bool = False, **parameters: Any) -> None:
+        super().__init__()
         self.config, self.stand_in = GraphEvaluationConfig(**parameters), stand_in
-        self.changes: list[Change] = []
         self.notes: list[str] = []
         self.calls: list[CapturedCall] = []
 

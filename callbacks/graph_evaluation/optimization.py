@@ -1,16 +1,17 @@
 """The plan's door to captured evaluations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
+from fasttrain.callback_door import CallbackOptimization
 from fasttrain.callbacks.graph_evaluation.callback import GraphedEvaluation, GraphEvaluationConfig
 from fasttrain.callbacks.graph_evaluation.places import places, why_none
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Table, Verdict
+from fasttrain.optimization import Applies, Context, Refuses, Stage, Verdict
 
 
-class GraphEvaluationOptimization(Optimization[GraphEvaluationConfig]):
+class GraphEvaluationOptimization(CallbackOptimization[GraphEvaluationConfig, GraphedEvaluation]):
     """Captures evaluations once everything else is in place."""
 
     name: ClassVar[str] = "graph_evaluation"
@@ -22,9 +23,9 @@ class GraphEvaluationOptimization(Optimization[GraphEvaluationConfig]):
     }
     grade = "same numbers"
 
-    def __init__(self, config: GraphEvaluationConfig) -> None:
-        super().__init__(config)
-        self.callback = GraphedEvaluation(**vars(config))
+    def make_callback(self) -> GraphedEvaluation:
+        """Return the callback, with the configuration as its parameters."""
+        return GraphedEvaluation(**vars(self.config))
 
     def check(self, context: Context) -> Verdict:
         """Refuse where there are no CUDA graphs or nothing to capture."""
@@ -36,15 +37,3 @@ class GraphEvaluationOptimization(Optimization[GraphEvaluationConfig]):
             return Refuses(f"the run is on {context.hardware.name or device}, and CUDA graphs need an NVIDIA GPU")
         names = ", ".join(place.path for place in found)
         return Applies(f"{names}, captured for each batch shape after two eager calls, checked against an eager one")
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return what is captured; nothing in a run that never validates."""
-        return self.callback.changes
-
-    def outcome(self) -> Sequence[Table]:
-        """Return the table of replays, eager calls and captures."""
-        return [self.callback.table()]

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
+from fasttrain.callback_door import ActingCallback, CallbackOptimization
 from fasttrain.callbacks.optimizers.implementation import Implementation, sparse_embedding, use, why_not
 from fasttrain.callbacks.optimizers.probe import OptimizerProbe
 from fasttrain.errors import ConfigError, OptimizationError
 from fasttrain.measure import ms_text
-from fasttrain.optimization import Applies, Attachment, Change, Context, Optimization, Refuses, Stage, Verdict
+from fasttrain.optimization import Applies, Change, Context, Refuses, Stage, Verdict
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class FusedOptimizersConfig:
         return [name for name, is_allowed in both if is_allowed]
 
 
-class FusedOptimizers(pl.Callback):
+class FusedOptimizers(ActingCallback):
     """Steps SGD, Adam and AdamW by torch's fused kernels: `Trainer(callbacks=[FusedOptimizers()])`.
 
     Acts when the fit starts, on the optimizers that `configure_optimizers` returned. Those for which an implementation
@@ -54,8 +55,8 @@ class FusedOptimizers(pl.Callback):
     """
 
     def __init__(self, implementation: Implementation = "fused") -> None:
+        super().__init__()
         self.implementation = implementation
-        self.changes: list[Change] = []
         self._undo: list[Callable[[], None]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,7 +81,7 @@ class FusedOptimizers(pl.Callback):
             self._undo.pop()()
 
 
-class FusedOptimizersOptimization(Optimization[FusedOptimizersConfig]):
+class FusedOptimizersOptimization(CallbackOptimization[FusedOptimizersConfig, FusedOptimizers]):
     """The plan's door."""
 
     name: ClassVar[str] = "optimizers"
@@ -89,9 +90,9 @@ class FusedOptimizersOptimization(Optimization[FusedOptimizersConfig]):
     stage: ClassVar[Stage] = Stage.CALLBACK
     grade = "same numbers"
 
-    def __init__(self, config: FusedOptimizersConfig) -> None:
-        super().__init__(config)
-        self.callback = FusedOptimizers(config.allowed[0])
+    def make_callback(self) -> FusedOptimizers:
+        """Return the callback, for the implementation that is usually fastest; `check` may choose another."""
+        return FusedOptimizers(self.config.allowed[0])
 
     def check(self, context: Context) -> Verdict:
         """Refuse where no optimizer can have another implementation, or where none measures faster."""
@@ -110,14 +111,6 @@ class FusedOptimizersOptimization(Optimization[FusedOptimizersConfig]):
         except OptimizationError as error:
             return Refuses(f"{error}; set optimizations.optimizers.measure=false to use it unmeasured")
         return self._choose(possible, times)
-
-    def attach(self, context: Context) -> Attachment:
-        """Hand over the callback."""
-        return Attachment(callbacks=[self.callback])
-
-    def applied(self) -> Sequence[Change]:
-        """Return the optimizers that step by the chosen implementation."""
-        return self.callback.changes
 
     def _possible(self, module: pl.LightningModule, made: Sequence[Any]) -> tuple[list[Implementation], str]:
         possible, reasons = [], []

@@ -44,8 +44,17 @@ def fastest_precision(
 ) -> list[tuple[Candidate, Timing]]:
     """Time forward and backward of the module's training step in each precision; return them, fastest first.
 
-    The module is left as it was. fp16's loss scaling, which costs one
-    pass over the gradients, is not part of the timing.
+    The module, its batch and the random state are left as they were: copies are timed. fp16's loss scaling, which
+    costs one pass over the gradients, is not part of the timing.
+
+    Args:
+        module: with a `training_step` that runs outside of a Trainer.
+        batch: as the step takes it, on any device.
+        hardware: whose device they are moved to.
+        allowed: Lightning's names of those to try beside fp32; see `candidates_for`.
+
+    Raises:
+        OptimizationError: the step does not run outside of a Trainer.
     """
     probe = StepProbe(module, batch, hardware.device)
     timed = [(candidate, probe(autocast=candidate.autocast)) for candidate in candidates_for(hardware, allowed)]

@@ -15,6 +15,7 @@ from fasttrain.callbacks.sequence_packing.order import PackedDataset, PackedLoad
 from fasttrain.callbacks.sequence_packing.plan import Method, PackingPlan, make_plan
 from fasttrain.callbacks.sequence_packing.rows import RowFormat, format_of
 from fasttrain.callbacks.sequence_packing.samples import Samples, why_not_packable
+from fasttrain.destination import goes_to_gpu, rank_of
 from fasttrain.errors import DataError, OptimizationError
 from fasttrain.overriding import overridden
 
@@ -184,7 +185,7 @@ class SequencePackingDataModule(pl.LightningDataModule):
         return self.inner.predict_dataloader()
 
     def _packed_loader(self, packed: Packed, *, shuffle: bool, accumulate: int = 1) -> PackedLoader:
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+        rank, world_size = rank_of(self)
         order = PackedOrder(
             packed.plan,
             packed.fitted,
@@ -197,7 +198,7 @@ class SequencePackingDataModule(pl.LightningDataModule):
         )
         rows = PackedDataset(packed.samples, packed.form, packed.lengths)
         theirs = packed.loader
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        on_gpu = goes_to_gpu(self)
         options: dict[str, Any] = {"num_workers": theirs.num_workers, "pin_memory": on_gpu}
         if theirs.num_workers:
             options |= {"persistent_workers": theirs.persistent_workers, "prefetch_factor": theirs.prefetch_factor,

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from fasttrain.callbacks.sequence_packing import collate_rows, format_of, pack_row
+from fasttrain.destination import goes_to_gpu, rank_of
 from fasttrain.environment import cache_folder, usable_cores
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
@@ -113,8 +114,7 @@ class BertData(pl.LightningDataModule):
         described = {"version": VERSION, "source": self._source(), **asdict(config)}
         for name in READING_ONLY:
             del described[name]
-        place = Path(config.cache_folder).expanduser() if config.cache_folder else cache_folder()
-        self._folder = made_once(place, "bert", described, self._write)
+        self._folder = made_once(cache_folder(config.cache_folder), "bert", described, self._write)
 
     def setup(self, stage: str) -> None:
         """Open the files.
@@ -163,7 +163,7 @@ class BertData(pl.LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Return batches in a new order each epoch; a last partial batch is left out, shapes being static."""
         size, batch_size = len(self._sets["train"]), self.config.batch_size
-        rank, world_size = self._rank()
+        rank, world_size = rank_of(self)
         if size // world_size < batch_size:
             raise ConfigError(
                 f"data.batch_size is {batch_size}, but each of {world_size} process(es) has only "
@@ -180,7 +180,7 @@ class BertData(pl.LightningDataModule):
 
     def val_dataloader(self) -> ResumableLoader:
         """Return every validation sequence once, none twice, whatever the number of processes."""
-        rank, world_size = self._rank()
+        rank, world_size = rank_of(self)
         order = EpochOrder(len(self._sets["val"]), shuffle=False, seed=0, rank=rank, world_size=world_size)
         return self._loader("val", order, self.config.val_batch_size or self.config.batch_size, drop_last=False)
 
@@ -189,7 +189,6 @@ class BertData(pl.LightningDataModule):
         workers = self.config.num_workers
         if workers is None:
             workers = 0 if cores <= 4 else min(16, cores - 1)
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return ResumableLoader(
             self._sets[name],
             order,
@@ -197,7 +196,7 @@ class BertData(pl.LightningDataModule):
             drop_last=drop_last,
             num_workers=workers,
             collate_fn=self._collate(name),
-            pin_memory=on_gpu,
+            pin_memory=goes_to_gpu(self),
             persistent_workers=workers > 0,
         )
 
@@ -205,9 +204,6 @@ class BertData(pl.LightningDataModule):
         if name == "train" and self.config.unpadding:
             return unpadded
         return partial(padded, max_length=self.config.max_length, most=self.config.max_predictions)
-
-    def _rank(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
     def _masking(self) -> Masking | None:
         if self.vocabulary is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fasttrain.callbacks.sequence_packing import IGNORED, mean_loss, over_ranks
 from fasttrain.evaluation import EvaluateEvery
+from fasttrain.hyperparameters import config_of
 from fasttrain.recipes.bert.config import BertConfig
 from fasttrain.recipes.bert.model import BertForPreTraining, PreTrainingOutput
 from fasttrain.recipes.bert.optimizer import OptimizerConfig, make_optimizer
@@ -41,9 +42,7 @@ class BertTraining(pl.LightningModule):
 
     def __init__(self, config: TrainingConfig) -> None:
         super().__init__()
-        if isinstance(config, Mapping):  # from a checkpoint's hyperparameters
-            config = _from_mapping(config)
-        self.config = config
+        self.config = config = config_of(TrainingConfig, config)
         self.save_hyperparameters({"config": asdict(config)})
         self.model = BertForPreTraining(config.model)
         if config.model.weights is not None:
@@ -134,9 +133,3 @@ def _total(batch: Batch, name: str) -> Tensor:
 def _right_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     there = targets != IGNORED
     return ((logits.argmax(dim=-1) == targets) & there).sum().double(), there.sum().double()
-
-
-def _from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
-    return TrainingConfig(
-        BertConfig(**values["model"]), OptimizerConfig(**values["optimizer"]), values["evaluate_every_samples"]
-    )

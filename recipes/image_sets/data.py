@@ -1,7 +1,6 @@
 """What data modules of images have in common: torch's loaders or DALI's, ranks, and images that were left out."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fasttrain.callbacks import DALIConfig, DALILoader, UsableSamples, require_dali
-from fasttrain.environment import cache_folder
+from fasttrain.destination import rank_of
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.image_sets.bad import BadImages, ImagePolicy
@@ -85,7 +84,7 @@ class ImageData(pl.LightningDataModule):
         Raises:
             ConfigError: they don't fill a batch, and a partial one is left out, shapes being static.
         """
-        rank, world_size = self._rank()
+        rank, world_size = rank_of(self)
         if size // world_size < self.config.batch_size:
             raise ConfigError(
                 f"data.batch_size is {self.config.batch_size}, but each of {world_size} process(es) has only "
@@ -111,10 +110,3 @@ class ImageData(pl.LightningDataModule):
     def _refused(self, split: str) -> set[int]:
         loader = self.dali_loaders.get(split)
         return set(loader.samples.faults) if loader is not None and isinstance(loader.samples, UsableSamples) else set()
-
-    def _rank(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-    def _cache_folder(self) -> Path:
-        given = self.config.cache_folder
-        return Path(given).expanduser() if given else cache_folder()

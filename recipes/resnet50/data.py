@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from fasttrain.callbacks import DALIConfig, DALILoader, LabelledImages, labelled_images
+from fasttrain.destination import rank_of
+from fasttrain.environment import cache_folder
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, EvaluationOrder, ResumableLoader
 from fasttrain.recipes.image_sets.bad import ImagePolicy
@@ -108,7 +110,7 @@ class ClassificationData(ImageData):
         """Generate the set if no other is given; a second time finds it in the cache."""
         if self.config.train is None:
             with drawing_bar() as on_progress:
-                generate(self._cache_folder(), self.config.generated, on_progress)
+                generate(cache_folder(self.config.cache_folder), self.config.generated, on_progress)
 
     def setup(self, stage: str) -> None:
         """Look through both sets.
@@ -120,7 +122,7 @@ class ClassificationData(ImageData):
             return
         config = self.config
         if config.train is None or config.val is None:
-            train_place, val_place = generate(self._cache_folder(), config.generated)
+            train_place, val_place = generate(cache_folder(config.cache_folder), config.generated)
         else:
             train_place, val_place = Path(config.train).expanduser(), Path(config.val).expanduser()
         train = labelled_images(train_place, first_label=config.first_label)
@@ -148,7 +150,7 @@ class ClassificationData(ImageData):
 
     def val_dataloader(self) -> Loader:
         """Return every validation image once, and whole batches: what fills the last one up has no label."""
-        rank, world_size = self._rank()
+        rank, world_size = rank_of(self)
         batch_size = self.config.val_batch_size or self.config.batch_size
         order = EvaluationOrder(len(self._sets["val"]), rank=rank, world_size=world_size, batch_size=batch_size)
         return self._loader("val", order, batch_size)

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 
 from fasttrain.errors import ConfigError
+from fasttrain.hyperparameters import config_of
 from fasttrain.recipes.resnet50.cadence import EvaluationCadence
 from fasttrain.recipes.resnet50.model import ResNetConfig, build_model
 from fasttrain.recipes.resnet50.optimizer import OptimizerConfig, make_optimizer
@@ -60,9 +61,7 @@ class ResNetTraining(pl.LightningModule):
 
     def __init__(self, config: TrainingConfig) -> None:
         super().__init__()
-        if isinstance(config, Mapping):  # from a checkpoint's hyperparameters
-            config = _from_mapping(config)
-        self.config = config
+        self.config = config = config_of(TrainingConfig, config)
         self.save_hyperparameters({"config": asdict(config)})
         self.model = build_model(config.model)
         self.register_buffer("image_mean", 255 * torch.tensor(IMAGE_MEAN).view(3, 1, 1), persistent=False)
@@ -150,8 +149,3 @@ class ResNetTraining(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the learning rate: a host value, or the device's where the step is captured."""
         self.log("lr", torch.as_tensor(optimizer.param_groups[0]["lr"]))
-
-
-def _from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
-    sections = {"model": ResNetConfig(**values["model"]), "optimizer": OptimizerConfig(**values["optimizer"])}
-    return TrainingConfig(**{**values, **sections})

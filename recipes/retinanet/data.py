@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 
 from fasttrain.callbacks import DALIConfig, DALILoader
+from fasttrain.destination import rank_of
+from fasttrain.environment import cache_folder
 from fasttrain.errors import ConfigError
 from fasttrain.order import EpochOrder, ResumableLoader
 from fasttrain.recipes.image_sets.bad import ImagePolicy
@@ -100,7 +102,7 @@ class DetectionData(ImageData):
         """Generate the set if no other is given; a second time finds it in the cache."""
         if self.config.train_images is None:
             with drawing_bar() as on_progress:
-                generate(self._cache_folder(), self.config.generated, on_progress)
+                generate(cache_folder(self.config.cache_folder), self.config.generated, on_progress)
 
     def setup(self, stage: str) -> None:
         """Read and judge both annotation files.
@@ -154,7 +156,7 @@ class DetectionData(ImageData):
 
     def val_dataloader(self) -> Loader:
         """Return every validation image once, none twice, whatever the number of processes."""
-        rank, world_size = self._rank()
+        rank, world_size = rank_of(self)
         order = EpochOrder(len(self._datasets["val"]), shuffle=False, seed=0, rank=rank, world_size=world_size)
         return self._loader("val", order, self.config.val_batch_size or self.config.batch_size)
 
@@ -180,7 +182,7 @@ class DetectionData(ImageData):
     def _paths(self) -> tuple[Path, Path, Path, Path]:
         config = self.config
         if config.train_images is None:
-            drawn = generate(self._cache_folder(), config.generated)
+            drawn = generate(cache_folder(config.cache_folder), config.generated)
             return drawn.train_images, drawn.train_annotations, drawn.val_images, drawn.val_annotations
         given = (config.train_images, config.train_annotations, config.val_images, config.val_annotations)
         train_images, train_annotations, val_images, val_annotations = (Path(str(p)).expanduser() for p in given)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fasttrain.hyperparameters import config_of
 from fasttrain.recipes.retinanet.detections import Detections
 from fasttrain.recipes.retinanet.metric import DETECTION_COLUMNS, available_scorer, score_boxes
 from fasttrain.recipes.retinanet.model import RetinaNet, RetinaNetConfig
@@ -45,9 +46,7 @@ class RetinaNetTraining(pl.LightningModule):
 
     def __init__(self, config: TrainingConfig) -> None:
         super().__init__()
-        if isinstance(config, Mapping):  # from a checkpoint's hyperparameters
-            config = _from_mapping(config)
-        self.config = config
+        self.config = config = config_of(TrainingConfig, config)
         self.save_hyperparameters({"config": asdict(config)})
         self.model = RetinaNet(config.model)
         self._ground_truth: Mapping[str, Any] | None = None
@@ -138,8 +137,3 @@ def _gather(rows: NDArray[np.float64], world_size: int) -> NDArray[np.float64]:
     parts: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(parts, rows)
     return np.concatenate(parts)
-
-
-def _from_mapping(values: Mapping[str, Any]) -> TrainingConfig:
-    parts = {"model": RetinaNetConfig(**values["model"]), "optimizer": OptimizerConfig(**values["optimizer"])}
-    return TrainingConfig(**{**values, **parts})

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import lightning.pytorch as pl
 
-from fasttrain.callbacks.async_scoring.evaluation import Tag
+from fasttrain.callbacks.scored_elsewhere.evaluation import Tag
 from fasttrain.errors import ConfigError
 from fasttrain.target import StopAtTarget
 from fasttrain.trainer import stop_now

@@ -7,9 +7,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from fasttrain.callbacks.async_scoring.evaluation import Tag
-from fasttrain.callbacks.async_scoring.late_checkpoint import LateCheckpoint
-from fasttrain.callbacks.async_scoring.late_target import LateTarget
+from fasttrain.callbacks.scored_elsewhere.evaluation import Tag
+from fasttrain.callbacks.scored_elsewhere.late_checkpoint import LateCheckpoint
+from fasttrain.callbacks.scored_elsewhere.late_target import LateTarget
 from fasttrain.target import StopAtTarget
 
 Watcher = LateTarget | LateCheckpoint

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain.callbacks.async_scoring.evaluation import NotScored, Outcome, Scored, Tag, why_malformed
-from fasttrain.callbacks.async_scoring.memory import NamelessMemory, joint_shape, memory_of
-from fasttrain.callbacks.async_scoring.process import ScoreFunction, ScoringFault, ScoringProcess, score_reference
+from fasttrain.callbacks.scored_elsewhere.evaluation import NotScored, Outcome, Scored, Tag, why_malformed
+from fasttrain.callbacks.scored_elsewhere.memory import NamelessMemory, joint_shape, memory_of
+from fasttrain.callbacks.scored_elsewhere.process import ScoreFunction, ScoringFault, ScoringProcess, score_reference
 from fasttrain.environment import usable_cores
 from fasttrain.errors import OptimizationError
 

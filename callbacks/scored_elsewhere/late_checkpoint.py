@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from fasttrain.callbacks.async_scoring.evaluation import Tag
+from fasttrain.callbacks.scored_elsewhere.evaluation import Tag
 from fasttrain.errors import ConfigError
 
 

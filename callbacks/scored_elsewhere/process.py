@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fasttrain.callbacks.async_scoring.memory import NamelessMemory
+from fasttrain.callbacks.scored_elsewhere.memory import NamelessMemory
 from fasttrain.errors import OptimizationError
 
 ScoreFunction = str | Callable[..., Mapping[str, float]]

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from fasttrain.callbacks.async_scoring.process import ScoreFunction
+from fasttrain.callbacks.scored_elsewhere.process import ScoreFunction
 
 
 @runtime_checkable
