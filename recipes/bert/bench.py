@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from fasttrain.bench import Case
-from fasttrain.callbacks import CATALOGUE
 from fasttrain.callbacks.cuda_graph_step.bench_ranks import RankWork, two_gpus
 from fasttrain.callbacks.sequence_packing.bench import generated_lengths
-from fasttrain.config import TrainerConfig
-from fasttrain.environment import Hardware
 from fasttrain.measure import Row, make_row
-from fasttrain.optimization import Context, ExampleBatch
-from fasttrain.plan import data_module, make_plan, requested
+from fasttrain.recipes.bert import bench_books
+from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, Variant, fit_with
 from fasttrain.recipes.bert.config import BertConfig
 from fasttrain.recipes.bert.data import BertData, DataConfig
 from fasttrain.recipes.bert.masking import Masking
@@ -28,7 +25,6 @@ from fasttrain.recipes.bert.module import BertTraining, TrainingConfig
 from fasttrain.recipes.bert.optimizer import OptimizerConfig
 from fasttrain.recipes.bert.sequences import StoredSequences, writing
 from fasttrain.recorder import SampleCounter, sample_counter
-from fasttrain.trainer import make_trainer
 
 SEQUENCES, VOCABULARY = 40_000, 30522
 PACKING = {
@@ -43,23 +39,11 @@ ROOMS: dict[str, dict[str, Any]] = {
 }
 FP8: dict[str, dict[str, Any]] = {
     **PACKING,
-    "fp8_linear": {"measure": False, "leave": ("*.cls.*", "*.pooler.*")},
+    **ENCODER_IN_FP8,
     "layer_norm_dropout": {"measure": False},
 }
-GRAPH: dict[str, dict[str, Any]] = {"cuda_graph_step": {"warm_up": 4}}
 COMPILE: dict[str, dict[str, Any]] = {"compile": {"measure": False, "dynamic": False}}
 UNFUSED = {"attention": "dense", "fused_qkv": False, "dense_sequence_output": False}
-Rooms = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What is on: rooms, and choices of the model and of the optimizer."""
-
-    name: str
-    rooms: Rooms = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
 VARIANTS = (
@@ -90,6 +74,7 @@ def cases() -> list[Case]:
             lambda: two_gpus("bert", f"{__name__}:rank_work"),
             needs_gpu=True,
         ),
+        *bench_books.cases(),
     ]
 
 
@@ -194,25 +179,9 @@ def fit_windows(
     config = BertConfig(**{"vocab_size": VOCABULARY, **(model or {}), **variant.model})
     module = BertTraining(TrainingConfig(config, OptimizerConfig(**{"total_steps": 6700, **variant.optimizer})))
     data = CorpusData(folder, DataConfig(batch_size=batch_size, num_workers=workers, max_length=config.max_positions))
-    hardware = Hardware.here()
-    precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
-    wanted, off = requested(dict(variant.rooms), CATALOGUE)
-    context = Context(
-        module, data, hardware, precision, frozenset(each.name for each in wanted), ExampleBatch(data)
-    )  # fmt: skip
-    plan = make_plan(wanted, context, off)
-    if plan.refused:
-        raise RuntimeError(f"{variant.name}: {[(e.optimization.name, e.verdict) for e in plan.refused]}")
-    attachments = plan.attach(context)
     windows = Windows(warm_up, size, count)
-    trainer = make_trainer(
-        TrainerConfig(
-            accelerator=hardware.kind, precision=precision, max_steps=warm_up + size * count + 1, max_epochs=-1,
-            limit_val_batches=0, log_every_n_steps=size,
-        ),
-        attachments, [windows, *callbacks], [], enable_progress_bar=False,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=data_module(attachments, data))
+    limits = {"max_steps": warm_up + size * count + 1, "limit_val_batches": 0, "log_every_n_steps": size}
+    fit_with(variant, module, data, [windows, *callbacks], **limits)
     return windows.windows()
 
 
