@@ -3,8 +3,8 @@
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Timer
 
 from fasttrain.bench import Case
 from fasttrain.config import TargetConfig
-from fasttrain.errors import ConfigError
+from fasttrain.errors import ConfigError, nearest
 from fasttrain.measure import Row, make_row
 from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, Variant, fit_with
 from fasttrain.recipes.bert.config import BertConfig
@@ -28,7 +28,7 @@ from fasttrain.target import StopAtTarget
 VARIABLE = "FASTTRAIN_CLASSIC_BOOKS"
 CASE = "classic_books"
 MAX_LENGTH = 192
-TARGET = 0.30
+"""The sequences that books give, a paragraph a document, fill about half of it."""
 SIZES = {"hidden_size": 512, "num_layers": 6, "num_heads": 8, "intermediate_size": 2048}
 PACKING: dict[str, dict[str, Any]] = {
     "sequence_packing": {
@@ -48,30 +48,34 @@ EVERY_VARIANT = " ".join(variant.name for variant in VARIANTS)
 
 @dataclass(frozen=True)
 class Training:
-    """All that is the same for every variant and seed."""
+    """All that is the same for every variant."""
 
-    target: float = TARGET
+    target: float = 0.30
     """Share of masked words that are predicted."""
     steps: int = 3000
     """After which the learning rate is 0."""
     every: int = 200
-    """Steps' worth of sequences between two evaluations."""
+    """Steps between two evaluations, as many sequences as a padded run has in them."""
     batch_size: int = 256
     """Sequences a step; packed rows hold as many on average."""
-    lr: float = 1e-3
-    warmup_steps: int = 200
     seconds: float = 60.0
     """Of a run, at most."""
     stop: bool = True
-    """At the target; else it goes on to the end of the schedule."""
+    """At the target; else runs go on to the end of the schedule."""
+    lr: float = 1e-3
+    warmup_steps: int = 200
+    sizes: Mapping[str, Any] = field(default_factory=lambda: SIZES)
+    """Of the model."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the data's configuration."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one training."""
+    """What came of one training. Seconds are from the call of `Trainer.fit` on; steps' weights are those scored."""
 
     seconds_to_target: float | None
-    """From the call of `Trainer.fit` until the score was known; None if it was not reached."""
+    """Until the score was known that reached it; None if none did."""
     steps_to_target: int | None
     seconds: float
     steps: int
@@ -80,63 +84,154 @@ class Run:
 
 
 def cases() -> list[Case]:
-    return [
-        Case(
-            "bert", CASE, f"small BERT on text (folder in ${VARIABLE}) to an accuracy of masked words", to_target, True
+    """Return the case."""
+    what = f"small BERT on books (folder in ${VARIABLE}) to an accuracy of masked words, padded, packed, in a graph"
+    return [Case("bert", CASE, what, to_target, needs_gpu=True)]
+
+
+def to_target(
+    *, variants: str = EVERY_VARIANT, seeds: str = "0 1 2", target: float = Training.target,
+    steps: int = Training.steps, every: int = Training.every, seconds: float = Training.seconds, stop: int = 1,
+    vocabulary: str = "",
+) -> Iterator[Row]:  # fmt: skip
+    """Yield seconds and steps to the accuracy, variant by variant.
+
+    Args:
+        variants: with spaces between.
+        seeds: of weights, order and masks, with spaces between.
+        target: share of masked words that are predicted.
+        steps: of the schedule, which ends there.
+        every: steps from one evaluation to the next.
+        seconds: of each run, at most.
+        stop: 1 ends a run at the target; 0 goes on to the schedule's end, and yields the accuracy there too.
+        vocabulary: vocab.txt for a folder of text; without one WordPiece is trained on it.
+
+    Raises:
+        ConfigError: no such variant, or no folder.
+    """
+    training = Training(target, steps, every, seconds=seconds, stop=bool(stop))
+    folder = prepared(vocabulary)
+    for variant in chosen(variants):
+        # What is compiled and read for the first time is not of this comparison.
+        train(variant, folder, 0, replace(training, steps=12, every=6, stop=False))
+        yield from rows_of(variant, folder, [int(seed) for seed in seeds.split()], training)
+
+
+def chosen(names: str) -> list[Variant]:
+    """Return the variants of these names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    by_name = {variant.name: variant for variant in VARIANTS}
+    for name in names.split():
+        if name not in by_name:
+            raise ConfigError(f"bench option variants names '{name}'; {nearest(name, by_name)}")
+    return [by_name[name] for name in names.split()]
+
+
+def prepared(vocabulary: str = "", **options: Any) -> Path:
+    """Return the folder of the sequences, which the recipe's data module makes of text once.
+
+    Args:
+        vocabulary: see `to_target`.
+        options: more fields of the data's configuration.
+
+    Raises:
+        ConfigError: nobody has said where the text is.
+    """
+    given = os.environ.get(VARIABLE)
+    if not given or not Path(given).is_dir():
+        found = f"which is '{given}' and no folder" if given else "which is not set"
+        raise ConfigError(
+            f"bert/{CASE} trains on the books that {VARIABLE} names, {found}; set it to a folder of .txt or .md files, "
+            "or to sequences that this recipe has made of them."
         )
-    ]
+    if (Path(given) / STAMP).is_file():
+        return Path(given)
+    config = DataConfig(text=given, text_format="paragraphs", vocabulary=vocabulary or None, max_length=MAX_LENGTH)
+    data = BertData(replace(config, **options))
+    data.prepare_data()
+    assert data.folder is not None
+    return data.folder
 
 
-class PreparedBooks(BertData):
-    """Sequences from a folder that the recipe's data module wrote elsewhere."""
+class Books(BertData):
+    """Sequences that were prepared before: the same for all seeds, which decide about order and masks."""
 
     def __init__(self, folder: Path, config: DataConfig) -> None:
         super().__init__(config)
-        self._folder = folder
+        self.folder = folder
 
     def prepare_data(self) -> None:
         """Nothing is to be prepared."""
 
 
-def books_data(seed: int, training: Training, **options: Any) -> BertData:
-    folder = os.environ.get(VARIABLE)
-    if not folder or not Path(folder).is_dir():
-        raise ConfigError(
-            f"set {VARIABLE} to a folder of books as text, or of sequences that this recipe made of them."
-        )
-    common: dict[str, Any] = {
-        "max_length": MAX_LENGTH, "max_predictions": 29, "batch_size": training.batch_size, "val_batch_size": 256,
-        "val_sequences": 2048, "seed": seed, **options,
-    }  # fmt: skip
-    if (Path(folder) / STAMP).is_file():
-        return PreparedBooks(Path(folder), DataConfig(**common))
-    return BertData(DataConfig(text=folder, text_format="paragraphs", **common))
-
-
-def train(variant: Variant, seed: int, training: Training, sizes: dict[str, Any] = SIZES, **options: Any) -> Run:
-    pl.seed_everything(seed, verbose=False)
-    data = books_data(seed, training, **options)
-    data.prepare_data()
+def books_of(folder: Path, seed: int, training: Training) -> Books:
+    """Return the data of a run, opened."""
+    options: dict[str, Any] = {"val_batch_size": 256, "val_sequences": 2048, **training.data}
+    data = Books(folder, DataConfig(
+        max_length=MAX_LENGTH, max_predictions=29, batch_size=training.batch_size, seed=seed, **options
+    ))  # fmt: skip
     data.setup("fit")
-    model = BertConfig(data.vocab_size, max_positions=MAX_LENGTH, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
+    return data
+
+
+def module_of(data: BertData, training: Training) -> BertTraining:
+    """Return the model with its schedule. It has no dropout: these runs are short."""
+    model = BertConfig(
+        data.vocab_size, max_positions=MAX_LENGTH, hidden_dropout=0.0, attention_dropout=0.0, **training.sizes
+    )
     optimizer = OptimizerConfig(
         "adamw", training.lr, (0.9, 0.98), warmup_steps=training.warmup_steps, total_steps=training.steps
     )
-    module = BertTraining(TrainingConfig(model, optimizer, training.batch_size * training.every))
+    return BertTraining(TrainingConfig(model, optimizer, training.batch_size * training.every))
+
+
+def train(variant: Variant, folder: Path, seed: int, training: Training) -> Run:
+    """Train once."""
+    pl.seed_everything(seed, verbose=False)
+    data = books_of(folder, seed, training)
+    module = module_of(data, training)
     target = StopAtTarget(TargetConfig("mlm_accuracy", training.target, "max", training.stop))
+    limit = Timer(timedelta(seconds=training.seconds), verbose=False)
     begin = time.perf_counter()
     target.moment = lambda: {"seconds": time.perf_counter() - begin}
-    limit = Timer(timedelta(seconds=training.seconds), verbose=False)
     trainer = fit_with(variant, module, data, [target, limit], max_steps=training.steps, gradient_clip_val=1.0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds, reached = time.perf_counter() - begin, target.reached_at or {}
-    steps = trainer.global_step
+    seconds, steps, reached = time.perf_counter() - begin, trainer.global_step, target.reached_at
     del trainer, module, data
-    gc.collect()
-    step = reached.get("step")
-    return Run(reached.get("seconds"), None if step is None else int(step), seconds, steps, target.scores)
+    gc.collect()  # a captured step holds its memory until then
+    if reached is None:
+        return Run(None, None, seconds, steps, target.scores)
+    return Run(reached["seconds"], int(reached["step"]), seconds, steps, target.scores)
 
 
-def to_target() -> Iterator[Row]:
-    yield make_row("bert", CASE, "x", "y", "s", [1.0])
+def rows_of(variant: Variant, folder: Path, seeds: Sequence[int], training: Training) -> Iterator[Row]:
+    """Train a variant with each seed, and yield its rows.
+
+    Rows to the target are those of the runs that reached it; the note counts them.
+    """
+    runs = [train(variant, folder, seed, training) for seed in seeds]
+    lengths = books_of(folder, 0, training).sequences("train").lengths()
+    reached = [run for run in runs if run.seconds_to_target is not None]
+    note = (
+        f"{', '.join(variant.rooms) or 'no room'}; mlm_accuracy {training.target} on a schedule of {training.steps} "
+        f"steps of {training.batch_size} sequences, evaluated every {training.every}; {len(lengths)} sequences fill "
+        f"{lengths.mean() / MAX_LENGTH:.1%} of {MAX_LENGTH} tokens; reached by {len(reached)} of {len(runs)}, "
+        f"seeds {' '.join(map(str, seeds))}; last scores {' '.join(_last(run) for run in runs)}"
+    )
+    if reached:
+        to_it = [run.seconds_to_target for run in reached if run.seconds_to_target is not None]
+        yield make_row("bert", CASE, variant.name, "seconds_to_target", "s", to_it, note)
+        steps = [run.steps_to_target for run in reached if run.steps_to_target is not None]
+        yield make_row("bert", CASE, variant.name, "steps_to_target", "", steps, note)
+    yield make_row("bert", CASE, variant.name, "seconds", "s", [run.seconds for run in runs], note)
+    whole = [run.scores[-1][1] for run in runs if run.scores and run.steps == training.steps]
+    if whole and not training.stop:
+        yield make_row("bert", CASE, variant.name, "mlm_accuracy", "", whole, note)
+
+
+def _last(run: Run) -> str:
+    return f"{run.scores[-1][1]:.4f} at {run.scores[-1][0]}" if run.scores else "none"

@@ -1,4 +1,4 @@
-"""How the recipe's benches train: a module with some rooms on, planned as a run is, in a Trainer without a progress bar."""
+"""How the recipe's benches train: a module with some rooms on, planned as a run is."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fasttrain.callbacks import CATALOGUE
 from fasttrain.config import TrainerConfig
 from fasttrain.environment import Hardware
 from fasttrain.optimization import Context, ExampleBatch
-from fasttrain.plan import data_module, make_plan, requested
+from fasttrain.plan import Plan, data_module, make_plan, requested
 from fasttrain.trainer import make_trainer
 
 Rooms = Mapping[str, Mapping[str, Any]]
@@ -28,6 +28,16 @@ class Variant:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
 
+def planned(
+    variant: Variant, module: pl.LightningModule, data: pl.LightningDataModule, hardware: Hardware
+) -> tuple[Plan, Context]:
+    """Return what a run with a variant's rooms would do on some hardware: in bf16 on a GPU."""
+    precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
+    wanted, off = requested(dict(variant.rooms), CATALOGUE)
+    context = Context(module, data, hardware, precision, frozenset(each.name for each in wanted), ExampleBatch(data))
+    return make_plan(wanted, context, off), context
+
+
 def fit_with(
     variant: Variant,
     module: pl.LightningModule,
@@ -35,23 +45,20 @@ def fit_with(
     callbacks: Sequence[pl.Callback],
     **limits: Any,
 ) -> pl.Trainer:
-    """Fit with a variant's rooms, in bf16 on a GPU, and return the Trainer.
+    """Fit with a variant's rooms, and return the Trainer.
 
     Args:
         limits: fields of `TrainerConfig`.
 
     Raises:
-        RuntimeError: a room does not apply here; a variant without it would be another.
+        RuntimeError: a room does not apply here; without it the variant would be another.
     """
     hardware = Hardware.here()
-    precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
-    wanted, off = requested(dict(variant.rooms), CATALOGUE)
-    context = Context(module, data, hardware, precision, frozenset(each.name for each in wanted), ExampleBatch(data))
-    plan = make_plan(wanted, context, off)
+    plan, context = planned(variant, module, data, hardware)
     if plan.refused:
         raise RuntimeError(f"{variant.name}: {[(e.optimization.name, e.verdict) for e in plan.refused]}")
     attachments = plan.attach(context)
-    config = TrainerConfig(accelerator=hardware.kind, precision=precision, max_epochs=-1, **limits)
+    config = TrainerConfig(accelerator=hardware.kind, precision=context.precision, max_epochs=-1, **limits)
     trainer = make_trainer(config, attachments, list(callbacks), [], enable_progress_bar=False)
     trainer.fit(module, datamodule=data_module(attachments, data))
     return trainer
