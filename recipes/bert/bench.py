@@ -17,9 +17,9 @@ from fasttrain.callbacks.cuda_graph_step.bench_ranks import RankWork, two_gpus
 from fasttrain.callbacks.sequence_packing.bench import generated_lengths
 from fasttrain.measure import Row, make_row
 from fasttrain.recipes.bert import bench_books
-from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, Variant, fit_with
+from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, PreparedData, Variant, fit_with
 from fasttrain.recipes.bert.config import BertConfig
-from fasttrain.recipes.bert.data import BertData, DataConfig
+from fasttrain.recipes.bert.data import DataConfig
 from fasttrain.recipes.bert.masking import Masking
 from fasttrain.recipes.bert.module import BertTraining, TrainingConfig
 from fasttrain.recipes.bert.optimizer import OptimizerConfig
@@ -212,15 +212,8 @@ class Corpus:
         self._folder.cleanup()
 
 
-class CorpusData(BertData):
+class CorpusData(PreparedData):
     """A corpus as the recipe's data."""
-
-    def __init__(self, folder: Path, config: DataConfig) -> None:
-        super().__init__(config)
-        self.folder = folder
-
-    def prepare_data(self) -> None:
-        """Nothing is to be prepared."""
 
     def setup(self, stage: str) -> None:
         """Open the files; validation is never asked for."""

@@ -17,7 +17,7 @@ from fasttrain.bench import Case
 from fasttrain.config import TargetConfig
 from fasttrain.errors import ConfigError, nearest
 from fasttrain.measure import Row, make_row
-from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, Variant, fit_with
+from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, PreparedData, Variant, fit_with
 from fasttrain.recipes.bert.config import BertConfig
 from fasttrain.recipes.bert.data import BertData, DataConfig
 from fasttrain.recipes.bert.kept import STAMP
@@ -156,21 +156,10 @@ def prepared(vocabulary: str = "", **options: Any) -> Path:
     return data.folder
 
 
-class Books(BertData):
-    """Sequences that were prepared before: the same for all seeds, which decide about order and masks."""
-
-    def __init__(self, folder: Path, config: DataConfig) -> None:
-        super().__init__(config)
-        self.folder = folder
-
-    def prepare_data(self) -> None:
-        """Nothing is to be prepared."""
-
-
-def books_of(folder: Path, seed: int, training: Training) -> Books:
-    """Return the data of a run, opened."""
+def books_of(folder: Path, seed: int, training: Training) -> BertData:
+    """Return the data of a run, opened: the same sequences for all seeds, which decide about order and masks."""
     options: dict[str, Any] = {"val_batch_size": 256, "val_sequences": 2048, **training.data}
-    data = Books(folder, DataConfig(
+    data = PreparedData(folder, DataConfig(
         max_length=MAX_LENGTH, max_predictions=29, batch_size=training.batch_size, seed=seed, **options
     ))  # fmt: skip
     data.setup("fit")
@@ -214,13 +203,14 @@ def rows_of(variant: Variant, folder: Path, seeds: Sequence[int], training: Trai
     Rows to the target are those of the runs that reached it; the note counts them.
     """
     runs = [train(variant, folder, seed, training) for seed in seeds]
-    lengths = books_of(folder, 0, training).sequences("train").lengths()
+    data = books_of(folder, 0, training)
+    lengths = data.sequences("train").lengths()
     reached = [run for run in runs if run.seconds_to_target is not None]
     note = (
         f"{', '.join(variant.rooms) or 'no room'}; mlm_accuracy {training.target} on a schedule of {training.steps} "
-        f"steps of {training.batch_size} sequences, evaluated every {training.every}; {len(lengths)} sequences fill "
-        f"{lengths.mean() / MAX_LENGTH:.1%} of {MAX_LENGTH} tokens; reached by {len(reached)} of {len(runs)}, "
-        f"seeds {' '.join(map(str, seeds))}; last scores {' '.join(_last(run) for run in runs)}"
+        f"steps of {training.batch_size} sequences, evaluated every {training.every}; {data.vocab_size} words, "
+        f"{len(lengths)} sequences fill {lengths.mean() / MAX_LENGTH:.1%} of {MAX_LENGTH} tokens; reached by "
+        f"{len(reached)} of {len(runs)}, seeds {' '.join(map(str, seeds))}; last scores {' '.join(map(_last, runs))}"
     )
     if reached:
         to_it = [run.seconds_to_target for run in reached if run.seconds_to_target is not None]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +12,7 @@ from fasttrain.config import TrainerConfig
 from fasttrain.environment import Hardware
 from fasttrain.optimization import Context, ExampleBatch
 from fasttrain.plan import Plan, data_module, make_plan, requested
+from fasttrain.recipes.bert.data import BertData, DataConfig
 from fasttrain.trainer import make_trainer
 
 Rooms = Mapping[str, Mapping[str, Any]]
@@ -26,6 +28,21 @@ class Variant:
     rooms: Rooms = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PreparedData(BertData):
+    """Sequences of a folder that was written before.
+
+    Args:
+        folder: see `BertData.folder`.
+    """
+
+    def __init__(self, folder: Path, config: DataConfig) -> None:
+        super().__init__(config)
+        self.folder: Path = folder
+
+    def prepare_data(self) -> None:
+        """Nothing is to be prepared."""
 
 
 def planned(
