@@ -64,7 +64,8 @@ def found(rows: Iterator[Row]) -> dict[str, Row]:
 
 @pytest.mark.parametrize("name", ["padded", "packed"])
 def test_seconds_and_steps_to_the_target(folder: Path, name: str) -> None:
-    rows = found(rows_of(chosen(name)[0], folder, [0, 1], TINY))
+    (variant,) = chosen(name)
+    rows = found(rows_of(variant, {seed: train(variant, folder, seed, TINY) for seed in (0, 1)}, folder, TINY))
     assert set(rows) == {"seconds_to_target", "steps_to_target", "seconds"}
     assert {(row.subject, row.case, row.variant, row.repeats) for row in rows.values()} == {
         ("bert", "classic_books", name, 2)
@@ -79,7 +80,8 @@ def test_seconds_and_steps_to_the_target(folder: Path, name: str) -> None:
 
 
 def test_a_target_that_no_run_reaches_has_no_row(folder: Path) -> None:
-    rows = found(rows_of(chosen("padded")[0], folder, [0], replace(TINY, target=1.1, steps=5, every=2, stop=False)))
+    training, (variant,) = replace(TINY, target=1.1, steps=5, every=2, stop=False), chosen("padded")
+    rows = found(rows_of(variant, {0: train(variant, folder, 0, training)}, folder, training))
     assert set(rows) == {"seconds", "mlm_accuracy"}
     assert "reached by 0 of 1" in rows["seconds"].note
     assert f"last scores {rows['mlm_accuracy'].value:.4f} at 4" in rows["seconds"].note
@@ -87,24 +89,24 @@ def test_a_target_that_no_run_reaches_has_no_row(folder: Path) -> None:
 
 def test_without_a_stop_the_run_goes_on_to_the_schedule_s_end(folder: Path) -> None:
     run = train(chosen("padded")[0], folder, 0, replace(TINY, target=0.0, steps=6, every=2, stop=False))
-    assert (run.steps_to_target, run.steps, [step for step, _ in run.scores]) == (2, 6, [2, 4, 6])
-    assert run.seconds_to_target is not None
-    assert run.seconds_to_target < run.seconds
+    assert (run.steps, [score.step for score in run.scores]) == (6, [2, 4, 6])
+    assert 0 < run.scores[0].seconds < run.scores[1].seconds < run.scores[2].seconds <= run.seconds
+    assert run.first(0.0) == run.scores[0]
+    assert run.first(max(score.accuracy for score in run.scores) + 0.01) is None
 
 
 def test_a_run_ends_when_its_time_is_over(folder: Path) -> None:
     run = train(chosen("padded")[0], folder, 0, replace(TINY, target=1.1, seconds=0.0))
     assert run.steps < TINY.steps
-    assert run.steps_to_target is None
 
 
 def test_packed_and_padded_runs_are_judged_after_as_many_sequences(folder: Path) -> None:
     training = replace(TINY, target=1.1, steps=20, every=4)
     padded, packed = (train(chosen(name)[0], folder, 0, training) for name in ("padded", "packed"))
-    assert len(padded.scores) == 5
+    assert [score.step for score in padded.scores] == [4, 8, 12, 16, 20]
     assert len(packed.scores) >= 4
-    for (one, _), (other, _) in zip(padded.scores, packed.scores, strict=False):
-        assert abs(one - other) <= 2, "rows hold as many sequences on average"
+    for one, other in zip(padded.scores, packed.scores, strict=False):
+        assert abs(one.step - other.step) <= 2, "rows hold as many sequences on average"
 
 
 def test_text_is_prepared_once_for_all_seeds(
@@ -142,7 +144,7 @@ def test_options_choose_a_part(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     def noted(variant: Any, place: Path, seed: int, training: Training) -> Run:
         asked.append((variant.name, seed, training))
-        return Run(None, None, 1.0, training.steps, [])
+        return Run([], training.steps, 1.0)
 
     monkeypatch.setenv(VARIABLE, str(folder))
     monkeypatch.setattr(bench_books, "train", noted)

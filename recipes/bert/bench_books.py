@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,11 @@ EVERY_VARIANT = " ".join(variant.name for variant in VARIANTS)
 class Training:
     """All that is the same for every variant."""
 
-    target: float = 0.30
+    target: float = 0.34
     """Share of masked words that are predicted."""
-    steps: int = 3000
+    steps: int = 1500
     """After which the learning rate is 0."""
-    every: int = 200
+    every: int = 100
     """Steps between two evaluations, as many sequences as a padded run has in them."""
     batch_size: int = 256
     """Sequences a step; packed rows hold as many on average."""
@@ -71,16 +72,28 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What came of one training. Seconds are from the call of `Trainer.fit` on; steps' weights are those scored."""
+class Score:
+    """One evaluation."""
 
-    seconds_to_target: float | None
-    """Until the score was known that reached it; None if none did."""
-    steps_to_target: int | None
+    step: int
+    """Whose weights were scored."""
     seconds: float
+    """From the call of `Trainer.fit` until the score was known."""
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one training."""
+
+    scores: Sequence[Score]
     steps: int
-    scores: Sequence[tuple[int, float]]
-    """(step, accuracy) of each evaluation."""
+    seconds: float
+    """From the call of `Trainer.fit` until it returned."""
+
+    def first(self, target: float) -> Score | None:
+        """Return the first score that reached a target."""
+        return next((score for score in self.scores if score.accuracy >= target), None)
 
 
 def cases() -> list[Case]:
@@ -114,7 +127,8 @@ def to_target(
     for variant in chosen(variants):
         # What is compiled and read for the first time is not of this comparison.
         train(variant, folder, 0, replace(training, steps=12, every=6, stop=False))
-        yield from rows_of(variant, folder, [int(seed) for seed in seeds.split()], training)
+        runs = {seed: train(variant, folder, seed, training) for seed in map(int, seeds.split())}
+        yield from rows_of(variant, runs, folder, training)
 
 
 def chosen(names: str) -> list[Variant]:
@@ -182,46 +196,43 @@ def train(variant: Variant, folder: Path, seed: int, training: Training) -> Run:
     pl.seed_everything(seed, verbose=False)
     data = books_of(folder, seed, training)
     module = module_of(data, training)
+    scores: list[Score] = []
     target = StopAtTarget(TargetConfig("mlm_accuracy", training.target, "max", training.stop))
+    target.listeners.append(lambda score, step: scores.append(Score(step, time.perf_counter() - begin, score)))
     limit = Timer(timedelta(seconds=training.seconds), verbose=False)
     begin = time.perf_counter()
-    target.moment = lambda: {"seconds": time.perf_counter() - begin}
     trainer = fit_with(variant, module, data, [target, limit], max_steps=training.steps, gradient_clip_val=1.0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    seconds, steps, reached = time.perf_counter() - begin, trainer.global_step, target.reached_at
+    run = Run(scores, trainer.global_step, time.perf_counter() - begin)
     del trainer, module, data
     gc.collect()  # a captured step holds its memory until then
-    if reached is None:
-        return Run(None, None, seconds, steps, target.scores)
-    return Run(reached["seconds"], int(reached["step"]), seconds, steps, target.scores)
+    return run
 
 
-def rows_of(variant: Variant, folder: Path, seeds: Sequence[int], training: Training) -> Iterator[Row]:
-    """Train a variant with each seed, and yield its rows.
+def rows_of(variant: Variant, by_seed: Mapping[int, Run], folder: Path, training: Training) -> Iterator[Row]:
+    """Yield the rows of a variant's runs.
 
     Rows to the target are those of the runs that reached it; the note counts them.
     """
-    runs = [train(variant, folder, seed, training) for seed in seeds]
+    runs = list(by_seed.values())
     data = books_of(folder, 0, training)
     lengths = data.sequences("train").lengths()
-    reached = [run for run in runs if run.seconds_to_target is not None]
+    reached = [score for run in runs if (score := run.first(training.target)) is not None]
     note = (
         f"{', '.join(variant.rooms) or 'no room'}; mlm_accuracy {training.target} on a schedule of {training.steps} "
         f"steps of {training.batch_size} sequences, evaluated every {training.every}; {data.vocab_size} words, "
         f"{len(lengths)} sequences fill {lengths.mean() / MAX_LENGTH:.1%} of {MAX_LENGTH} tokens; reached by "
-        f"{len(reached)} of {len(runs)}, seeds {' '.join(map(str, seeds))}; last scores {' '.join(map(_last, runs))}"
+        f"{len(reached)} of {len(runs)}, seeds {' '.join(map(str, by_seed))}; last scores {' '.join(map(_last, runs))}"
     )
+    row = partial(make_row, "bert", CASE, variant.name, note=note)
     if reached:
-        to_it = [run.seconds_to_target for run in reached if run.seconds_to_target is not None]
-        yield make_row("bert", CASE, variant.name, "seconds_to_target", "s", to_it, note)
-        steps = [run.steps_to_target for run in reached if run.steps_to_target is not None]
-        yield make_row("bert", CASE, variant.name, "steps_to_target", "", steps, note)
-    yield make_row("bert", CASE, variant.name, "seconds", "s", [run.seconds for run in runs], note)
-    whole = [run.scores[-1][1] for run in runs if run.scores and run.steps == training.steps]
-    if whole and not training.stop:
-        yield make_row("bert", CASE, variant.name, "mlm_accuracy", "", whole, note)
+        yield row("seconds_to_target", "s", [score.seconds for score in reached])
+        yield row("steps_to_target", "", [score.step for score in reached])
+    yield row("seconds", "s", [run.seconds for run in runs])
+    if not training.stop and all(run.scores and run.steps == training.steps for run in runs):
+        yield row("mlm_accuracy", "", [run.scores[-1].accuracy for run in runs])
 
 
 def _last(run: Run) -> str:
-    return f"{run.scores[-1][1]:.4f} at {run.scores[-1][0]}" if run.scores else "none"
+    return f"{run.scores[-1].accuracy:.4f} at {run.scores[-1].step}" if run.scores else "none"
