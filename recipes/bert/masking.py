@@ -33,7 +33,7 @@ class Masking:
         """
         random = np.random.default_rng((self.seed, epoch % self.masks, index))
         usual = np.ones(len(tokens), dtype=bool)
-        for word in self.special:  # np.isin takes several times as long for a sequence and two words
+        for word in self.special:  # np.isin takes longer for a sequence and two words
             usual &= tokens != word
         candidates = np.flatnonzero(usual)
         count = min(self.most, max(1, round(len(tokens) * self.share)), len(candidates))
