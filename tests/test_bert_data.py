@@ -178,10 +178,10 @@ def test_text_becomes_sequences_once(tmp_path: Path) -> None:
     assert told[0].isdisjoint(told[1]), "no validation document is trained on"
     made = sorted(tmp_path.rglob("tokens.bin"))
     again = data_of(tmp_path / "text")
-    assert again._folder == data._folder
+    assert again.folder == data.folder
     assert torch.equal(again.sequences("train")[3]["input_ids"], train[3]["input_ids"])
     assert sorted(tmp_path.rglob("tokens.bin")) == made
-    assert data_of(tmp_path / "text", seed=1)._folder != data._folder
+    assert data_of(tmp_path / "text", seed=1).folder != data.folder
     batch = next(iter(data.train_dataloader()))
     assert batch["input_ids"].shape == (2, 48)
     assert batch["masked_lm_ids"].shape == (2, 7)

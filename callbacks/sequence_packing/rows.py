@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,6 +37,34 @@ class RowFormat:
     """Entries of each of `lists` in a row."""
     empty: Mapping[str, Tensor] = field(default_factory=dict)
     """Of each value no entries, (0, ...), in its dtype: what a row without sequences is made from."""
+
+    @cached_property
+    def filling(self) -> dict[str, Tensor]:
+        """Of each value as many entries of what rows are filled up with as a row has places."""
+        sizes = (
+            (self.tokens, self.max_length), (self.targets, self.max_sequences), (self.lists, self.list_capacity),
+        )  # fmt: skip
+        return {
+            name: self.empty[name].new_full((size, *self.empty[name].shape[1:]), fill)
+            for fills, size in sizes
+            for name, fill in fills.items()
+        }
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Return (max_length,) 0, 1, 2 and so on, int64."""
+        return torch.arange(self.max_length)
+
+    @cached_property
+    def no_places(self) -> Tensor:
+        """Return (max_length,) zeros, int64."""
+        return torch.zeros_like(self.places)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """Return (max_sequences + 1, max_length) int32: a row of each sequence's number, the last of zeros."""
+        numbers = torch.arange(1, self.max_sequences + 2, dtype=torch.int32) % (self.max_sequences + 1)
+        return numbers[:, None].expand(-1, self.max_length).contiguous()
 
     def shortened(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return a sample cut off after `max_length` tokens, without the entries of its lists that lose their place."""
@@ -132,34 +161,33 @@ def pack_row(samples: Sequence[Mapping[str, Any]], form: RowFormat) -> dict[str,
             f"{form.max_sequences} sequences."
         )
     row: dict[str, Tensor] = {}
-    for name, fill in form.tokens.items():
+    used, filling = sum(lengths), form.filling
+    for name in form.tokens:
         values = [_value(sample, name) for sample in samples]
         if [len(value) for value in values] != lengths:
             raise DataError(
                 f"'{name}' has not one entry for each token of its sequence, as it has in the first sample."
             )
-        row[name] = _filled([form.empty[name], *values], form.max_length, fill)
-    for name, fill in form.targets.items():
-        values = [form.empty[name], *(_value(sample, name)[None] for sample in samples)]
-        row[name] = _filled(values, form.max_sequences, fill)
+        row[name] = torch.cat([*values, filling[name][used:]])
+    for name in form.targets:
+        values = [_value(sample, name)[None] for sample in samples]
+        row[name] = torch.cat([*values, filling[name][len(samples) :]])
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    for name, fill in form.lists.items():
-        moved = [
-            _value(sample, name) + (start if name in form.positions else 0)
-            for sample, start in zip(samples, starts, strict=True)
-        ]
-        if (found := sum(map(len, moved))) > form.list_capacity:
+    for name in form.lists:
+        values = [_value(sample, name) for sample in samples]
+        if name in form.positions:
+            values = [value + start if start else value for value, start in zip(values, starts, strict=True)]
+        if (found := sum(map(len, values))) > form.list_capacity:
             raise DataError(
                 f"a row has {found} entries of '{name}', but room for {form.list_capacity}; set list_capacity to "
                 f"{found} or more."
             )
-        row[name] = _filled([form.empty[name], *moved], form.list_capacity, fill)
-    by_row = torch.tensor(lengths, dtype=torch.int32)
-    positions = [torch.arange(length) for length in (0, *lengths)]
-    row["position_ids"] = _filled(positions, form.max_length, 0)
-    numbers = torch.arange(1, len(lengths) + 1, dtype=torch.int32)
-    row["sequence_ids"] = _filled([numbers.repeat_interleave(by_row)], form.max_length, 0)
-    row["sequence_lengths"] = _filled([by_row], form.max_sequences, 0)
+        row[name] = torch.cat([*values, filling[name][found:]])
+    numbers = [form.numbers[number, :length] for number, length in enumerate(lengths)]
+    left = form.max_length - used
+    row["position_ids"] = torch.cat([*(form.places[:length] for length in lengths), form.no_places[:left]])
+    row["sequence_ids"] = torch.cat([*numbers, form.numbers[-1, :left]])
+    row["sequence_lengths"] = torch.tensor(lengths + [0] * (form.max_sequences - len(lengths)), dtype=torch.int32)
     return row
 
 
@@ -207,13 +235,6 @@ def _value(sample: Mapping[str, Any], name: str) -> Tensor:
         return torch.as_tensor(sample[name])
     except KeyError:
         raise DataError(f"a sample has no '{name}', which the first one has.") from None
-
-
-def _filled(parts: list[Tensor], size: int, fill: float) -> Tensor:
-    joined = torch.cat(parts)
-    whole = joined.new_full((size, *joined.shape[1:]), fill)
-    whole[: len(joined)] = joined
-    return whole
 
 
 def _is_numeric(value: Any) -> bool:

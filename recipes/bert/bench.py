@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,21 @@ import torch
 from numpy.typing import NDArray
 
 from fasttrain.bench import Case
-from fasttrain.callbacks import CATALOGUE
 from fasttrain.callbacks.cuda_graph_step.bench_ranks import RankWork, two_gpus
 from fasttrain.callbacks.sequence_packing.bench import generated_lengths
-from fasttrain.config import TrainerConfig
-from fasttrain.environment import Hardware
 from fasttrain.measure import Row, make_row
-from fasttrain.optimization import Context, ExampleBatch
-from fasttrain.plan import data_module, make_plan, requested
+from fasttrain.recipes.bert import bench_books
+from fasttrain.recipes.bert.bench_fit import ENCODER_IN_FP8, GRAPH, PreparedData, Variant, fit_with
 from fasttrain.recipes.bert.config import BertConfig
-from fasttrain.recipes.bert.data import BertData, DataConfig
+from fasttrain.recipes.bert.data import DataConfig
 from fasttrain.recipes.bert.masking import Masking
 from fasttrain.recipes.bert.module import BertTraining, TrainingConfig
 from fasttrain.recipes.bert.optimizer import OptimizerConfig
 from fasttrain.recipes.bert.sequences import StoredSequences, writing
 from fasttrain.recorder import SampleCounter, sample_counter
-from fasttrain.trainer import make_trainer
 
 SEQUENCES, VOCABULARY = 40_000, 30522
-PACKING = {
+PACKING: dict[str, dict[str, Any]] = {
     "sequence_packing": {
         "lists": ["masked_lm_ids"], "positions": ["masked_lm_positions"], "list_capacity": 80, "trial": False,
     }
@@ -43,24 +39,11 @@ ROOMS: dict[str, dict[str, Any]] = {
 }
 FP8: dict[str, dict[str, Any]] = {
     **PACKING,
-    "fp8_linear": {"measure": False, "leave": ("*.cls.*", "*.pooler.*")},
+    **ENCODER_IN_FP8,
     "layer_norm_dropout": {"measure": False},
 }
-GRAPH: dict[str, dict[str, Any]] = {"cuda_graph_step": {"warm_up": 4}}
 COMPILE: dict[str, dict[str, Any]] = {"compile": {"measure": False, "dynamic": False}}
 UNFUSED = {"attention": "dense", "fused_qkv": False, "dense_sequence_output": False}
-Rooms = Mapping[str, Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What is on: rooms, and choices of the model and of the optimizer."""
-
-    name: str
-    rooms: Rooms = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-
 
 VARIANTS = (
     Variant("plain", {}, UNFUSED),
@@ -75,6 +58,10 @@ VARIANTS = (
     Variant("ours_fp8", {**FP8, **GRAPH}, optimizer={"fused": None}),
 )
 EVERY_VARIANT = ",".join(variant.name for variant in VARIANTS)
+BY_COUNT = Variant(
+    "packed_graph_by_count", {"sequence_packing": {**PACKING["sequence_packing"], "static": False}, **GRAPH}
+)
+"""A graph for each number of sequences in the batch, as the submission has it: of 2 rows there are five."""
 
 
 def cases() -> list[Case]:
@@ -90,6 +77,7 @@ def cases() -> list[Case]:
             lambda: two_gpus("bert", f"{__name__}:rank_work"),
             needs_gpu=True,
         ),
+        *bench_books.cases(),
     ]
 
 
@@ -118,12 +106,12 @@ def large_512(*, variants: str = EVERY_VARIANT, batch_size: int = 56) -> Iterato
             yield from rate_rows(variant, folder, case, batch_size=batch_size)
 
 
-def large_512_rows2() -> Iterator[Row]:
+def large_512_rows2(*, variants: str = "packed,packed_rooms,packed_graph,packed_graph_by_count,ours") -> Iterator[Row]:
     """Yield rates at the batch of MLPerf's largest runs, 2 packed rows for each GPU, where launches take the time."""
     with Corpus(generated_lengths(SEQUENCES // 10)) as folder:
-        for name in ("packed", "packed_rooms", "packed_graph", "ours"):
-            variant = next(each for each in VARIANTS if each.name == name)
-            yield from rate_rows(variant, folder, "large_512_rows2", batch_size=4)
+        for variant in (each for each in (*VARIANTS, BY_COUNT) if each.name in variants.split(",")):
+            # Rare numbers of sequences have graphs of their own to be captured first.
+            yield from rate_rows(variant, folder, "large_512_rows2", batch_size=4, warm_up=64, size=16)
 
 
 def rate_rows(variant: Variant, folder: Path, case: str = "large_512", **options: Any) -> Iterator[Row]:
@@ -194,25 +182,9 @@ def fit_windows(
     config = BertConfig(**{"vocab_size": VOCABULARY, **(model or {}), **variant.model})
     module = BertTraining(TrainingConfig(config, OptimizerConfig(**{"total_steps": 6700, **variant.optimizer})))
     data = CorpusData(folder, DataConfig(batch_size=batch_size, num_workers=workers, max_length=config.max_positions))
-    hardware = Hardware.here()
-    precision = "bf16-mixed" if hardware.kind == "gpu" else "32-true"
-    wanted, off = requested(dict(variant.rooms), CATALOGUE)
-    context = Context(
-        module, data, hardware, precision, frozenset(each.name for each in wanted), ExampleBatch(data)
-    )  # fmt: skip
-    plan = make_plan(wanted, context, off)
-    if plan.refused:
-        raise RuntimeError(f"{variant.name}: {[(e.optimization.name, e.verdict) for e in plan.refused]}")
-    attachments = plan.attach(context)
     windows = Windows(warm_up, size, count)
-    trainer = make_trainer(
-        TrainerConfig(
-            accelerator=hardware.kind, precision=precision, max_steps=warm_up + size * count + 1, max_epochs=-1,
-            limit_val_batches=0, log_every_n_steps=size,
-        ),
-        attachments, [windows, *callbacks], [], enable_progress_bar=False,
-    )  # fmt: skip
-    trainer.fit(module, datamodule=data_module(attachments, data))
+    limits = {"max_steps": warm_up + size * count + 1, "limit_val_batches": 0, "log_every_n_steps": size}
+    fit_with(variant, module, data, [windows, *callbacks], **limits)
     return windows.windows()
 
 
@@ -240,15 +212,8 @@ class Corpus:
         self._folder.cleanup()
 
 
-class CorpusData(BertData):
+class CorpusData(PreparedData):
     """A corpus as the recipe's data."""
-
-    def __init__(self, folder: Path, config: DataConfig) -> None:
-        super().__init__(config)
-        self.folder = folder
-
-    def prepare_data(self) -> None:
-        """Nothing is to be prepared."""
 
     def setup(self, stage: str) -> None:
         """Open the files; validation is never asked for."""

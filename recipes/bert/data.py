@@ -104,7 +104,8 @@ class BertData(pl.LightningDataModule):
     def __init__(self, config: DataConfig) -> None:
         super().__init__()
         self.config = config
-        self._folder: Path | None = None
+        self.folder: Path | None = None
+        """Where the sequences lie, once they are prepared."""
         self._sets: dict[str, StoredSequences] = {}
         self._vocabulary: Vocabulary | None = None
 
@@ -114,7 +115,7 @@ class BertData(pl.LightningDataModule):
         described = {"version": VERSION, "source": self._source(), **asdict(config)}
         for name in READING_ONLY:
             del described[name]
-        self._folder = made_once(cache_folder(config.cache_folder), "bert", described, self._write)
+        self.folder = made_once(cache_folder(config.cache_folder), "bert", described, self._write)
 
     def setup(self, stage: str) -> None:
         """Open the files.
@@ -124,12 +125,12 @@ class BertData(pl.LightningDataModule):
         """
         if self._sets:
             return
-        if self._folder is None:
+        if self.folder is None:
             self.prepare_data()
-        assert self._folder is not None
+        assert self.folder is not None
         for name in ("train", "val"):
             most = self.config.val_sequences if name == "val" else None
-            self._sets[name] = StoredSequences(self._folder / name, self._masking(), most)
+            self._sets[name] = StoredSequences(self.folder / name, self._masking(), most)
         if not len(self._sets["val"]):
             raise ConfigError("there is no validation sequence; give more text, or a larger data.val_share.")
 
@@ -146,8 +147,8 @@ class BertData(pl.LightningDataModule):
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The words; None for HDF5 files without one."""
-        if self._vocabulary is None and self._folder is not None and (self._folder / "vocab.txt").exists():
-            self._vocabulary = Vocabulary.of_file(self._folder / "vocab.txt", self.config.lower_case)
+        if self._vocabulary is None and self.folder is not None and (self.folder / "vocab.txt").exists():
+            self._vocabulary = Vocabulary.of_file(self.folder / "vocab.txt", self.config.lower_case)
         return self._vocabulary
 
     @property

@@ -135,8 +135,9 @@ class StoredSequences(Dataset[dict[str, Tensor]]):
     @cached_property
     def _parts(self) -> dict[str, NDArray[Any]]:
         names = PARTS if self.is_masked else PARTS[:4]
+        # As plain arrays: slices of a mapped one are mapped ones too, which take longer to make.
         return {
-            name: np.memmap(file, mode="r", dtype=self.dtypes[name])
+            name: np.asarray(np.memmap(file, mode="r", dtype=self.dtypes[name]))
             if (file := self.folder / f"{name}.bin").stat().st_size
             else np.zeros(0, dtype=self.dtypes[name])
             for name in names
