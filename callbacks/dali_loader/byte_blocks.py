@@ -50,7 +50,7 @@ class ByteBlocks:
             memory = fresh_memory(self.block_bytes)
             self.made += 1
         # Views of a view are numpy's views of the owner; of an array over a foreign buffer they are views of that one.
-        lent = np.frombuffer(memoryview(memory), dtype=np.uint8)
+        lent = np.frombuffer(memory.data, dtype=np.uint8)
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return lent
 
