@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,17 +73,16 @@ class _Room:
 
     def __init__(self, blocks: ByteBlocks) -> None:
         self._blocks, self._begin = blocks, 0
-        self._block: Any = ()
+        self._block: NDArray[np.uint8] | None = None
 
     def take(self, size: int) -> NDArray[np.uint8]:
         if size > self._blocks.block_bytes:
             return fresh_memory(size)
-        if self._begin + size > len(self._block):
+        if self._block is None or self._begin + size > len(self._block):
             self._block, self._begin = self._blocks.lend(), 0
         begin = self._begin
         self._begin += -(-size // ALIGNMENT) * ALIGNMENT
-        taken: NDArray[np.uint8] = self._block[begin : begin + size]
-        return taken
+        return self._block[begin : begin + size]
 
 
 _room: ContextVar[_Room | None] = ContextVar("room", default=None)
