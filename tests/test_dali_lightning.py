@@ -154,6 +154,18 @@ def test_it_applies_to_data_that_offers_it_and_says_which_loaders_were_made(tmp_
     assert made == {"data.train_dataloader": 3, "data.val_dataloader": 2}, "with their batches"
 
 
+def test_the_plan_asks_for_queues_where_cuda_has_no_more_than_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note() -> str:
+        verdict = optimization().check(Context(NotesKeys(), PictureData(), GPU))
+        assert isinstance(verdict, Applies)
+        return verdict.note
+
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment" in note()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as some ways of sharding a model want it
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in note()
+
+
 def test_on_a_cpu_it_refuses() -> None:
     verdict = optimization().check(Context(NotesKeys(), PictureData(), Hardware.cpu()))
     assert isinstance(verdict, Refuses)

@@ -4,6 +4,7 @@ ImageNet's own files may not be passed on, so these are pictures that cost a dec
 in the page cache.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from fasttrain.bench import Case
 from fasttrain.bench_data import WARM_UP, Rates, bench_data
 from fasttrain.callbacks import CATALOGUE
 from fasttrain.callbacks.dali_loader.bench_images import photo_like_classes
+from fasttrain.callbacks.dali_loader.optimization import QUEUES
 from fasttrain.environment import Hardware, cache_folder, usable_cores
 from fasttrain.measure import Row, make_row
 from fasttrain.quiet import quiet_libraries
@@ -61,7 +63,7 @@ def imagenet_rows(batch: int, *, steps: int = 100, preset: str = "full", image_s
                  f"data.image_size={image_size}", *overrides]  # fmt: skip
         found, prepared = bench_data(resolve(find_recipe("resnet50"), given), CATALOGUE, steps)
         names = [each.name for each in prepared.plan.applying if each.applied()]
-        note = f"{what}; applied: {', '.join(names)}"
+        note = f"{what}; applied: {', '.join(names)}; {QUEUES} {os.environ.get(QUEUES, 'not set')}"
         yield from _of_fit(case, variant, batch, found.steps, note)
         for part, rates in (("loader", found.loader), ("step", found.step)):
             yield row(variant, f"{part}_images_per_second", "images/s", rates.parts, f"the {part} alone; {note}")
