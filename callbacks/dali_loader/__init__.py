@@ -1,6 +1,5 @@
 """DALI pipelines behind loaders that keep Lightning's contract."""
 
-from fasttrain.callbacks.dali_loader.byte_blocks import memory_for
 from fasttrain.callbacks.dali_loader.classification import ClassificationGraph
 from fasttrain.callbacks.dali_loader.config import DALIConfig, require_dali
 from fasttrain.callbacks.dali_loader.containers import labelled_images
@@ -30,7 +29,6 @@ __all__ = [
     "WhenBad",
     "image_header",
     "labelled_images",
-    "memory_for",
     "portable_pixmap",
     "require_dali",
     "sharded_files",

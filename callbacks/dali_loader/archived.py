@@ -22,7 +22,6 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain.callbacks.dali_loader.byte_blocks import fresh_memory, memory_for
 from fasttrain.callbacks.dali_loader.image_size import ImageSizes
 from fasttrain.environment import cache_folder, usable_cores
 from fasttrain.errors import DataError
@@ -82,11 +81,11 @@ class ArchivedSamples:
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return one sample's encoded bytes, (length,) uint8."""
-        return self._first(index, sys.maxsize, memory_for)
+        return self._first(index, sys.maxsize)
 
     def head(self, index: int, count: int) -> bytes:
         """Return the first bytes of a sample, all of them for a count beyond its length."""
-        return self._first(index, count, fresh_memory).tobytes()
+        return self._first(index, count).tobytes()
 
     def name(self, index: int) -> str:
         """Return the member and the archive that it is in."""
@@ -115,11 +114,11 @@ class ArchivedSamples:
         archive = bisect_right(self._ends, index)
         return archive, index - (self._ends[archive - 1] if archive else 0)
 
-    def _first(self, index: int, count: int, memory: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    def _first(self, index: int, count: int) -> NDArray[np.uint8]:
         archive, row = self._place(index)
         table = self.tables[archive]
         length = min(count, int(table.lengths[row]))
-        data = memory(length)
+        data = np.empty(length, dtype=np.uint8)
         try:
             with self._files.opened(archive) as file:
                 got = os.preadv(file, [data.data], int(table.offsets[row]))

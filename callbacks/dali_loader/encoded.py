@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fasttrain.callbacks.dali_loader.byte_blocks import memory_for
 from fasttrain.errors import DataError
 
 
@@ -32,12 +31,11 @@ class EncodedSamples(Protocol):
 def whole_file(path: str | Path) -> NDArray[np.uint8]:
     """Return a file's bytes, (length,) uint8, or raise OSError.
 
-    In four calls of the system: `np.fromfile` makes twenty, and takes twice as long for a photograph. While a loader
-    reads, the bytes lie in memory of its own; see `byte_blocks`.
+    In four calls of the system: `np.fromfile` makes twenty, and takes twice as long for a photograph.
     """
     file = os.open(path, os.O_RDONLY)
     try:
-        data = memory_for(os.fstat(file).st_size)
+        data = np.empty(os.fstat(file).st_size, dtype=np.uint8)
         have = 0
         while have < len(data) and (got := os.readv(file, [data[have:].data])):
             have += got

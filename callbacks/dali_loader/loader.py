@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from fasttrain.callbacks.dali_loader.byte_blocks import ByteBlocks
 from fasttrain.callbacks.dali_loader.config import DALIConfig, require_dali
 from fasttrain.callbacks.dali_loader.encoded import EncodedSamples
 from fasttrain.callbacks.dali_loader.graph import LoaderGraph
@@ -97,8 +96,7 @@ class DALILoader(Resumable):
                 yield batch
 
     def _read(self, keys: Keys) -> HostBatch:
-        with self._open.blocks.in_use():
-            encoded = [self.samples.read(key.index) for key in keys]
+        encoded = [self.samples.read(key.index) for key in keys]
         return HostBatch(keys, encoded, self.graph.parameters(keys))
 
     def _next(self, reading: ReadAhead) -> Batch | None:
@@ -145,13 +143,12 @@ class DALILoader(Resumable):
 
 
 class _Open:
-    """What a loader holds while it is in use: pipeline, threads, memory, and the number of the pass that uses them."""
+    """What a loader holds while it is in use: a pipeline, threads, and the number of the pass that uses them."""
 
     def __init__(self, make: Callable[[], GraphPipeline]) -> None:
         self._make: Any = weakref.WeakMethod(make)  # a finalizer may not keep its loader
         self._pipeline: GraphPipeline | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self.blocks = ByteBlocks()
         self.number = 0
 
     @property
@@ -182,7 +179,7 @@ class _Open:
 
     def close(self) -> None:
         self.number += 1
-        self._pipeline, self.blocks = None, ByteBlocks()
+        self._pipeline = None
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)

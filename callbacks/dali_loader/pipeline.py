@@ -44,9 +44,8 @@ class GraphPipeline:
         self.held: deque[HostBatch] = deque()
         """Batches that were fed and not taken, whose bytes DALI reads where they lie."""
         self._batch_size, self._depth, self._runs = batch_size, config.prefetch, False
-        # DALI reads bytes where they lie, and outputs that are bound to a stream come before the device is done: so
-        # their memory may be used again, by `ByteBlocks`, when the device has got as far as the event.
-        self._taken: deque[tuple[HostBatch, torch.cuda.Event | None]] = deque()
+        # DALI reads bytes where they lie, and outputs that are bound to a stream come before the device is done.
+        self._taken: deque[HostBatch] = deque(maxlen=config.prefetch)
         self._pipe = self._define(graph, batch_size, config)
         if device.type == "cuda":
             _preallocate(self._pipe.device_id, config)
@@ -76,14 +75,14 @@ class GraphPipeline:
         batch = {
             name: self._to_torch(output, self.casts.get(name)) for name, output in zip(self.names, outputs, strict=True)
         }
-        self._let_go()
+        self._taken.append(self.held.popleft())
         return batch
 
     def drain(self) -> None:
         """Throw away what was fed and not taken."""
         while self.held:
             self._outputs()
-            self._let_go()
+            self._taken.append(self.held.popleft())
 
     def _define(self, graph: LoaderGraph, batch_size: int, config: DALIConfig) -> Any:
         from nvidia.dali import Pipeline, fn
@@ -124,17 +123,9 @@ class GraphPipeline:
         self._runs = True
 
     def _outputs(self) -> Any:
-        return self._pipe.outputs(self._stream()) if self.device.type == "cuda" else self._pipe.outputs()
-
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._pipe.device_id)
-
-    def _let_go(self) -> None:
-        """Hold the batch whose outputs were taken until the device is done with it, and drop those it is done with."""
-        event = self._stream().record_event() if self.device.type == "cuda" else None
-        self._taken.append((self.held.popleft(), event))
-        while self._taken and ((done := self._taken[0][1]) is None or done.query()):
-            self._taken.popleft()
+        if self.device.type == "cuda":
+            return self._pipe.outputs(torch.cuda.current_stream(self._pipe.device_id))
+        return self._pipe.outputs()
 
     def _to_torch(self, output: Any, dtype: torch.dtype | None) -> Tensor:
         tensor = from_dlpack(output.as_tensor())
