@@ -6,13 +6,15 @@ have frozen normalizations too; those are left to frozen_bn.
 """
 
 from collections import Counter
+from functools import partial
 
 from torch import nn
 
-from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, fused_block, fused_norm, is_plain_norm
+from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, fused_block, fused_norm, fused_stem, is_plain_norm
 from fasttrain.callbacks.norm_sites import NormSites
+from fasttrain.followed_by import followed_by, is_relu
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
 
 
 class BNReLUPatches(ModulePatches):
@@ -22,7 +24,7 @@ class BNReLUPatches(ModulePatches):
 
     def sites(self, model: nn.Module) -> list[PatchSite]:
         """Return the places that are not fused yet."""
-        return _SITES.of(model)
+        return [_with_pool(model, site) for site in _SITES.of(model)]
 
     def why_no_site(self, model: nn.Module) -> str:
         """Count the model's normalizations by what they lack."""
@@ -54,6 +56,28 @@ def why_not_trained(module: nn.Module) -> str | None:
     if not module.training:
         return "in evaluation mode"
     return why_not_passed_by(module)
+
+
+def _with_pool(model: nn.Module, site: PatchSite) -> PatchSite:
+    """Return a site of a normalization and a ReLU with the max-pooling of a stem, if one follows."""
+    if len(site.passed_by) != 1:
+        return site
+    path, _, relu = site.passed_by[0].rpartition(".")
+    parent = model.get_submodule(path)
+    pool = dict(followed_by(parent, is_relu, _is_pool)).get(relu)
+    if pool is None:
+        return site
+    norm = model.get_submodule(site.path)
+    plain = nn.Sequential(norm, parent.get_submodule(relu), parent.get_submodule(pool))
+    return PatchSite(site.path, plain, partial(fused_stem, norm), (*site.passed_by, joined(path, pool)))
+
+
+def _is_pool(module: nn.Module) -> bool:
+    if type(module) is not nn.MaxPool2d or why_not_passed_by(module) is not None:
+        return False
+    sizes = [value if isinstance(value, tuple) else (value, value)
+             for value in (module.kernel_size, module.stride, module.padding, module.dilation)]  # fmt: skip
+    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not module.ceil_mode and not module.return_indices
 
 
 def _is_site(module: nn.Module) -> bool:
