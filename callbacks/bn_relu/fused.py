@@ -65,7 +65,10 @@ def batch_norm_relu_pool(x: Tensor, norm: nn.BatchNorm2d, tier: Tier = "auto", t
             ):
                 return pooled.normalize_and_pool(x, in_triton.statistics(x, norm), keep=False)[0]
             result = pooled.BatchNormReLUPool.apply(x, norm.weight, norm.bias, norm, twice)
-            return with_twin(*result, ROOM) if twice else result  # type: ignore[no-any-return]
+            if not twice:
+                return result  # type: ignore[no-any-return]
+            y, other = result
+            return with_twin(y, other, ROOM)
     return F.max_pool2d(batch_norm_relu(x, norm, tier), 3, stride=2, padding=1)
 
 
