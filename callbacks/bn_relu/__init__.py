@@ -1,6 +1,12 @@
 """Batch normalization in training, fused with ReLU and the residual addition."""
 
-from fasttrain.callbacks.bn_relu.fused import batch_norm_add_relu, batch_norm_dual_relu, batch_norm_relu, twin
+from fasttrain.callbacks.bn_relu.fused import (
+    batch_norm_add_relu,
+    batch_norm_dual_relu,
+    batch_norm_relu,
+    batch_norm_relu_pool,
+    twin,
+)
 from fasttrain.callbacks.bn_relu.optimization import BNReLUOptimization, FusedBNReLU
 from fasttrain.callbacks.bn_relu.sites import BNReLUPatches, BNReLUSurgery
 
@@ -12,5 +18,6 @@ __all__ = [
     "batch_norm_add_relu",
     "batch_norm_dual_relu",
     "batch_norm_relu",
+    "batch_norm_relu_pool",
     "twin",
 ]

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fasttrain.callbacks.bn_relu import in_torch
@@ -46,6 +47,29 @@ def batch_norm_dual_relu(
 ) -> Tensor:
     """Return relu(norm(x) + z_norm(z)). See `batch_norm_add_relu`."""
     return _fused(x, norm, z, z_norm, tier, twice)
+
+
+def batch_norm_relu_pool(x: Tensor, norm: nn.BatchNorm2d, tier: Tier = "auto", twice: bool = False) -> Tensor:
+    """Return max_pool2d(relu(norm(x)), 3, stride=2, padding=1), as in a ResNet's stem. See `batch_norm_add_relu`.
+
+    The kernels take channels that are a power of two, from 8 to 256; PyTorch pools others after `batch_norm_relu`.
+    """
+    _check(x, norm, x)
+    if not torch.compiler.is_compiling() and _takes_triton(tier, x, norm, None, None):
+        from fasttrain.callbacks.bn_relu import in_triton, pooled
+
+        if pooled.can_pool(x):
+            x = x.contiguous(memory_format=torch.channels_last)
+            if not torch.is_grad_enabled() or not any(
+                t is not None and t.requires_grad for t in (x, norm.weight, norm.bias)
+            ):
+                return pooled.normalize_and_pool(x, in_triton.statistics(x, norm), keep=False)[0]
+            result = pooled.BatchNormReLUPool.apply(x, norm.weight, norm.bias, norm, twice)
+            if not twice:
+                return result  # type: ignore[no-any-return]
+            y, other = result
+            return with_twin(y, other, ROOM)
+    return F.max_pool2d(batch_norm_relu(x, norm, tier), 3, stride=2, padding=1)
 
 
 def twin(y: Tensor) -> Tensor:

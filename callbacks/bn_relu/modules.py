@@ -5,7 +5,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from fasttrain.callbacks.bn_relu.fused import batch_norm_add_relu, batch_norm_dual_relu, batch_norm_relu, twin
+from fasttrain.callbacks.bn_relu.fused import (
+    batch_norm_add_relu,
+    batch_norm_dual_relu,
+    batch_norm_relu,
+    batch_norm_relu_pool,
+    twin,
+)
 from fasttrain.surgery import why_not_passed_by, with_state_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -17,6 +23,14 @@ class FusedBatchNormReLU(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Return relu(norm(input)) in its dtype."""
         return batch_norm_relu(input, self)
+
+
+class FusedBatchNormReLUPool(nn.BatchNorm2d):
+    """nn.BatchNorm2d, and the ReLU and the max-pooling behind it; made by `fused_stem`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the pooled map, which holds a twin for the first block's shortcut."""
+        return batch_norm_relu_pool(input, self, twice=not self._forward_hooks)
 
 
 class _FusedBlock:
@@ -69,6 +83,11 @@ def fused_block(block: nn.Module) -> nn.Module:
 def fused_norm(norm: nn.Module) -> nn.Module:
     """Return a BatchNorm2d with a ReLU behind it, around the same parameters and statistics."""
     return with_state_of(norm, FusedBatchNormReLU)
+
+
+def fused_stem(norm: nn.Module) -> nn.Module:
+    """Return a BatchNorm2d with ReLU and pooling behind it, around the same parameters and statistics."""
+    return with_state_of(norm, FusedBatchNormReLUPool)
 
 
 def is_plain_norm(module: nn.Module) -> bool:

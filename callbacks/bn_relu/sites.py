@@ -6,23 +6,33 @@ have frozen normalizations too; those are left to frozen_bn.
 """
 
 from collections import Counter
+from functools import partial
 
 from torch import nn
 
-from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, fused_block, fused_norm, is_plain_norm
+from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, fused_block, fused_norm, fused_stem, is_plain_norm
 from fasttrain.callbacks.norm_sites import NormSites
+from fasttrain.followed_by import followed_by, is_relu
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
-from fasttrain.surgery import why_not_passed_by
+from fasttrain.surgery import joined, why_not_passed_by
 
 
 class BNReLUPatches(ModulePatches):
-    """The sites: residual blocks, and a normalization with the ReLU behind it."""
+    """The sites: residual blocks, and a normalization with the ReLU behind it.
+
+    Args:
+        pool: take the max-pooling behind these two, too, as a ResNet's stem has it.
+    """
 
     room = "bn_relu"
 
+    def __init__(self, pool: bool = False) -> None:
+        self.pool = pool
+
     def sites(self, model: nn.Module) -> list[PatchSite]:
         """Return the places that are not fused yet."""
-        return _SITES.of(model)
+        found = _SITES.of(model)
+        return [_with_pool(model, site) for site in found] if self.pool else found
 
     def why_no_site(self, model: nn.Module) -> str:
         """Count the model's normalizations by what they lack."""
@@ -41,8 +51,8 @@ class BNReLUPatches(ModulePatches):
 class BNReLUSurgery(PatchSurgery):
     """Puts the fused forms to every site of a model, and the old modules back. The state dict stays as it is."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, BNReLUPatches())
+    def __init__(self, model: nn.Module, pool: bool = False) -> None:
+        super().__init__(model, BNReLUPatches(pool))
 
 
 def why_not_trained(module: nn.Module) -> str | None:
@@ -54,6 +64,28 @@ def why_not_trained(module: nn.Module) -> str | None:
     if not module.training:
         return "in evaluation mode"
     return why_not_passed_by(module)
+
+
+def _with_pool(model: nn.Module, site: PatchSite) -> PatchSite:
+    """Return a site of a normalization and a ReLU with the max-pooling of a stem, if one follows."""
+    if len(site.passed_by) != 1:
+        return site
+    path, _, relu = site.passed_by[0].rpartition(".")
+    parent = model.get_submodule(path)
+    pool = dict(followed_by(parent, is_relu, _is_pool)).get(relu)
+    if pool is None:
+        return site
+    norm = model.get_submodule(site.path)
+    plain = nn.Sequential(norm, parent.get_submodule(relu), parent.get_submodule(pool))
+    return PatchSite(site.path, plain, partial(fused_stem, norm), (*site.passed_by, joined(path, pool)))
+
+
+def _is_pool(module: nn.Module) -> bool:
+    if type(module) is not nn.MaxPool2d or why_not_passed_by(module) is not None:
+        return False
+    sizes = [value if isinstance(value, tuple) else (value, value)
+             for value in (module.kernel_size, module.stride, module.padding, module.dilation)]  # fmt: skip
+    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not module.ceil_mode and not module.return_indices
 
 
 def _is_site(module: nn.Module) -> bool:
