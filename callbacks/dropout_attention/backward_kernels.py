@@ -31,7 +31,7 @@ def query_kernel(
     gradient_at, of_queries_at, query_token, query_head, key_token, key_head, value_token, value_head, upstream_token,
     upstream_head, gradient_token, gradient_head, tokens, threshold, scale, gradient_scale, kept_share,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    DROPOUT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """Write dQ, and what the other kernel needs of each query.
 
@@ -70,7 +70,7 @@ def query_kernel(
         logits = tl.where(visible(row, column, length, CAUSAL), logits, float("-inf"))
         weights = tl.exp2(logits * scale - lse[:, None])
         if DROPOUT:
-            factor, term = load_pairs(key_words_at + head * tokens * 2, begin, column, length)
+            factor, term = load_pairs(key_words_at + head * tokens * 2, begin, column, length, TWICE)
             by_weight = tl.where(row_word[:, None] * factor[None, :] + term[None, :] >= threshold, by_weight, 0.0)
         by_logit = weights * (by_weight - delta[:, None])
         gradient = tl.dot(by_logit.to(k.dtype), k, gradient, input_precision=PRECISION)

@@ -16,7 +16,7 @@ def forward_kernel(
     query_at, key_at, value_at, output_at, lse_at, blocks_at, query_words_at, key_words_at,
     query_token, query_head, key_token, key_head, value_token, value_head, tokens, threshold, scale, kept_scale,
     HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    DROPOUT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """Write softmax(scale Q K^T) V, and the softmax's logarithm of sums.
 
@@ -32,6 +32,7 @@ def forward_kernel(
         kept_scale: 1 / (1 - dropout).
         QUERIES, KEYS: of a tile, powers of two.
         STAGES: of the loop's pipeline.
+        TWICE: see `load_pairs`.
     """
     head = tl.program_id(0) % HEADS
     begin, length, first = block_of(blocks_at, tl.program_id(0) // HEADS)
@@ -56,7 +57,7 @@ def forward_kernel(
         faded = tl.exp2(highest - higher)
         total = total * faded + tl.sum(weights, axis=1)
         if DROPOUT:
-            factor, term = load_pairs(key_words_at + head * tokens * 2, begin, column, length)
+            factor, term = load_pairs(key_words_at + head * tokens * 2, begin, column, length, TWICE)
             weights = tl.where(row_word[:, None] * factor[None, :] + term[None, :] >= threshold, weights, 0.0)
         output = output * faded[:, None]
         output = tl.dot(weights.to(v.dtype), v, output, input_precision=PRECISION)
@@ -87,10 +88,22 @@ def load_numbers(at, begin, place, length):
 
 
 @triton.jit
-def load_pairs(at, begin, place, length):
-    """Return two numbers for each place, which lie side by side, 0 behind the sequence's end."""
-    element = place[:, None] * 2 + tl.arange(0, 2)[None, :]
-    return tl.split(tl.load(at + begin * 2 + element, mask=(place < length)[:, None], other=0))
+def load_pairs(at, begin, place, length, TWICE: tl.constexpr = False):
+    """Return two numbers for each place, which lie side by side, 0 behind the sequence's end.
+
+    TWICE: load them two times. What has fewer elements than there are threads, the compiler has loaded by each thread
+    that uses it, by instructions for each; what has more is loaded once, on its way through shared memory.
+    """
+    if TWICE:
+        element = place[:, None] * 2 + tl.arange(0, 4)[None, :] % 2
+        pairs = tl.load(at + begin * 2 + element, mask=(place < length)[:, None], other=0)
+        factors, terms = tl.split(tl.reshape(pairs, [place.shape[0], 2, 2]))
+        factor, _ = tl.split(factors)
+        term, _ = tl.split(terms)
+    else:
+        element = place[:, None] * 2 + tl.arange(0, 2)[None, :]
+        factor, term = tl.split(tl.load(at + begin * 2 + element, mask=(place < length)[:, None], other=0))
+    return factor, term
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def forward(
         forward_kernel[(len(blocks) * heads,)](
             query, key, value, output, lse, blocks, by_query, by_key, *_strides(query, key, value), tokens,
             threshold(way.dropout), way.scale * math.log2(math.e), 1 / (1 - way.dropout),
-            **_constants(query, way, way.tiling.forward),
+            **_constants(query, way, way.tiling.forward), **_twice(way.tiling.forward),
         )  # fmt: skip
     return output, lse
 
@@ -65,7 +65,7 @@ def backward(kept: Kept, upstream: Tensor, way: Way) -> Tensor:
         query_kernel[(len(blocks_of_queries) * heads,)](
             query, key, value, output, upstream, lse, blocks_of_queries, query_words, key_words, by_query, of_queries,
             *strides, tokens, limit, scale, way.scale / kept_share, kept_share,
-            **_constants(query, way, way.tiling.by_query),
+            **_constants(query, way, way.tiling.by_query), **_twice(way.tiling.by_query),
         )  # fmt: skip
         key_kernel[(len(blocks_of_keys) * heads,)](
             query, key, value, upstream, of_queries, blocks_of_keys, key_words, by_key, by_value,
@@ -80,8 +80,13 @@ def _strides(*parts: Tensor) -> tuple[int, ...]:
 
 
 def _constants(query: Tensor, way: Way, tile: Tile) -> dict[str, Any]:
+    options = {} if tile.registers is None else {"maxnreg": tile.registers}
     return {
         "HEADS": query.shape[1], "HEAD_SIZE": query.shape[2], "QUERIES": tile.queries, "KEYS": tile.keys,
         "STAGES": tile.stages, "DROPOUT": way.dropout > 0, "CAUSAL": way.causal,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "num_warps": tile.warps,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32", "num_warps": tile.warps, **options,
     }  # fmt: skip
+
+
+def _twice(tile: Tile) -> dict[str, bool]:
+    return {"TWICE": tile.keys * 2 < tile.warps * 32}

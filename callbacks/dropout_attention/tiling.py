@@ -13,14 +13,16 @@ class Tile:
     warps: int = 4
     stages: int = 2
     """Tiles of the loop that are on their way."""
+    registers: int | None = None
+    """Of a thread at most, so that more programs go on at once: a multiprocessor has 65,536."""
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Of the three kernels."""
 
-    forward: Tile = Tile()
-    by_query: Tile = Tile()
+    forward: Tile = Tile(queries=128, warps=8, registers=128)
+    by_query: Tile = Tile(queries=128, warps=8, registers=128)
     """Of the backward's kernel by queries."""
     by_key: Tile = Tile()
     """Of its kernel by keys."""
