@@ -94,6 +94,8 @@ def _dense(part: Tensor) -> Tensor:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float) -> None:
+    from fasttrain.callbacks.dropout_attention.forward_kernel import INTERPRETED
+
     for name, part in (("query", query), ("key", key), ("value", value)):
         if part.dim() != 3 or not can_take(part):
             raise OptimizationError(
@@ -107,6 +109,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: flo
                 f"of {tuple(query.shape)} on {query.device}, the {name} {part.dtype} of {tuple(part.shape)} on "
                 f"{part.device}."
             )
+    if query.device.type != "cuda" and not INTERPRETED.value:
+        raise OptimizationError(
+            f"dropout_attention: its kernels are Triton's, for NVIDIA GPUs; these tensors are on {query.device}. "
+            "packed_attention(backend='dense') takes any device."
+        )
     if not 0 <= dropout < 1 or threshold(dropout) >= 2**31:
         raise OptimizationError(
             f"dropout_attention: dropout is the share of weights that is left out, from 0 to less than 1; it is "
