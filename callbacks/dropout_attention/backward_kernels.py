@@ -108,12 +108,13 @@ def key_kernel(
         column = start + tl.arange(0, QUERIES)
         q = load_rows(query_at + head * query_head, begin, column, length, query_token, HEAD_SIZE)
         upstream = load_rows(upstream_at + head * upstream_head, begin, column, length, upstream_token, HEAD_SIZE)
-        lse, delta, column_word = _load_of_queries(of_queries_at + head * tokens * 4, begin, column, length)
         logits = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        by_weight = tl.dot(v, tl.trans(upstream), input_precision=PRECISION)
+        # Here, and not before the products: each is a register for a query.
+        lse, delta, column_word = _load_of_queries(of_queries_at + head * tokens * 4, begin, column, length)
         weights = tl.exp2(logits * scale - lse[None, :])
         if CAUSAL:
             weights = tl.where(row[:, None] <= column[None, :], weights, 0.0)
-        by_weight = tl.dot(v, tl.trans(upstream), input_precision=PRECISION)
         kept = weights
         if DROPOUT:
             keep = column_word[None, :] * factor[:, None] + term[:, None] >= threshold

@@ -24,7 +24,7 @@ class Tiling:
     forward: Tile = Tile(queries=128, warps=8, registers=128)
     by_query: Tile = Tile(queries=128, warps=8, registers=128)
     """Of the backward's kernel by queries."""
-    by_key: Tile = Tile()
+    by_key: Tile = Tile(registers=168)
     """Of its kernel by keys."""
 
 
