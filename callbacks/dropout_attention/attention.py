@@ -78,9 +78,11 @@ class _DropoutAttention(torch.autograd.Function):
             )
         from fasttrain.callbacks.dropout_attention import in_triton
 
-        *tensors, by_query, by_key, queries, keys = ctx.saved_tensors
+        query, key, value, output, lse, by_query, by_key, queries, keys = ctx.saved_tensors
         words = None if by_query is None else Words(by_query, by_key)
-        gradients = in_triton.backward(in_triton.Kept(*tensors, words, queries, keys), _dense(upstream), ctx.way)
+        gradients = in_triton.backward(
+            in_triton.Kept(query, key, value, output, lse, words, queries, keys), _dense(upstream), ctx.way
+        )
         return *gradients.unbind(1), None, None, None
 
 

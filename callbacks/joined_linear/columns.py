@@ -14,7 +14,8 @@ def split_columns(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     already are views of one, as `dropout_attention` makes them.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and x.requires_grad):
-        return x.split(list(sizes), dim=-1)
+        parts: tuple[Tensor, ...] = x.split(list(sizes), dim=-1)
+        return parts
     found: tuple[Tensor, ...] = _SplitColumns.apply(x, list(sizes))
     return found
 
@@ -38,7 +39,8 @@ class _SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-        return x.split(sizes, dim=-1)
+        parts: tuple[Tensor, ...] = x.split(sizes, dim=-1)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
