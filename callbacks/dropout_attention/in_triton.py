@@ -12,6 +12,10 @@ from fasttrain.callbacks.dropout_attention.mask import Words, threshold
 from fasttrain.callbacks.dropout_attention.tiling import Tile, Way
 
 
+LIMITED_HEAD_SIZE = 64
+"""Up to which a limit of registers is heeded."""
+
+
 class Kept(NamedTuple):
     """What the backward needs of the forward."""
 
@@ -80,7 +84,8 @@ def _strides(*parts: Tensor) -> tuple[int, ...]:
 
 
 def _constants(query: Tensor, way: Way, tile: Tile) -> dict[str, Any]:
-    options = {} if tile.registers is None else {"maxnreg": tile.registers}
+    small = query.shape[2] <= LIMITED_HEAD_SIZE and query.element_size() == 2
+    options = {"maxnreg": tile.registers} if small and tile.registers is not None else {}
     return {
         "HEADS": query.shape[1], "HEAD_SIZE": query.shape[2], "QUERIES": tile.queries, "KEYS": tile.keys,
         "STAGES": tile.stages, "DROPOUT": way.dropout > 0, "CAUSAL": way.causal,
