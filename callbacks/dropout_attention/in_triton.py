@@ -11,7 +11,6 @@ from fasttrain.callbacks.dropout_attention.forward_kernel import forward_kernel
 from fasttrain.callbacks.dropout_attention.mask import Words, threshold
 from fasttrain.callbacks.dropout_attention.tiling import Tile, Way
 
-
 LIMITED_HEAD_SIZE = 64
 """Up to which a limit of registers is heeded."""
 

@@ -61,9 +61,10 @@ def _attention(joined: Tensor, cu_seqlens: Tensor, backend: AttentionBackend) ->
     mask = mask_for(backend, cu_seqlens, ROWS, LENGTH, joined.dtype)
 
     def attend() -> Tensor:
-        parts = (part.unflatten(-1, (HEADS, HEAD_SIZE)) for part in split_columns(joined, [HEADS * HEAD_SIZE] * 3))
+        columns = split_columns(joined, [HEADS * HEAD_SIZE] * 3)
+        query, key, value = (part.unflatten(-1, (HEADS, HEAD_SIZE)) for part in columns)
         return packed_attention(
-            *parts, cu_seqlens, LENGTH, dropout=DROPOUT, rows=ROWS, backend=backend, mask=mask
+            query, key, value, cu_seqlens, LENGTH, dropout=DROPOUT, rows=ROWS, backend=backend, mask=mask
         )  # fmt: skip
 
     return attend
