@@ -19,6 +19,8 @@ from fasttrain.callbacks.dropout_attention.tiling import TILING, Tile, Tiling
 from fasttrain.callbacks.joined_linear.columns import split_columns
 from fasttrain.callbacks.sequence_packing import mask_for, packed_attention
 from fasttrain.errors import OptimizationError
+from fasttrain.recipes.bert.config import BertConfig
+from fasttrain.recipes.bert.model import BertModel
 
 needs_interpreter = pytest.mark.skipif(
     not INTERPRETED.value, reason="Triton's kernels run on a CPU with TRITON_INTERPRET=1 alone"
@@ -165,6 +167,26 @@ def test_it_is_a_backend_of_packed_attention() -> None:
     causal = packed_attention(*parts, cu, 12, rows=2, backend="dense", causal=True)
     found = packed_attention(*parts, cu, 12, rows=2, backend="triton", causal=True)
     torch.testing.assert_close(found, causal, rtol=0, atol=1e-5)
+
+
+@needs_interpreter
+def test_a_bert_of_packed_rows_trains_the_same() -> None:
+    words = torch.randint(0, 64, (2, 16))
+    cu, places = torch.tensor([0, 10, 16, 16, 32], dtype=torch.int32), torch.arange(16).repeat(2, 1)
+    found = []
+    for backend in ("dense", "triton"):
+        torch.manual_seed(0)
+        model = BertModel(
+            BertConfig(
+                vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32, max_positions=16,
+                attention=backend, hidden_dropout=0.0, attention_dropout=0.0,  # type: ignore[arg-type]
+            )
+        )  # fmt: skip
+        hidden = model(words, torch.zeros_like(words), places, cu)
+        parameters = list(model.encoder.parameters())
+        found.append([hidden, *torch.autograd.grad(hidden.square().mean(), parameters)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @settings(max_examples=30, deadline=None)
