@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 
 from fasttrain.callbacks.dropout_attention.forward_kernel import (
-    bias_of,
     block_of,
-    drop,
     load_numbers,
     load_pairs,
     load_rows,
     store_rows,
+    visible,
 )
 
 
@@ -68,13 +67,11 @@ def query_kernel(
         v = load_rows(value_at + head * value_head, begin, column, length, value_token, HEAD_SIZE)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         by_weight = tl.dot(upstream, tl.trans(v), input_precision=PRECISION)
-        logits = logits * scale + bias_of(column, length)
-        if CAUSAL:
-            logits = tl.where(row[:, None] >= column[None, :], logits, float("-inf"))
-        weights = tl.exp2(logits - lse[:, None])
+        logits = tl.where(visible(row, column, length, CAUSAL), logits, float("-inf"))
+        weights = tl.exp2(logits * scale - lse[:, None])
         if DROPOUT:
             factor, term = load_pairs(key_words_at + head * tokens * 2, begin, column, length, TWICE)
-            by_weight = drop(by_weight, row_word[:, None], factor[None, :], term[None, :], threshold)
+            by_weight = tl.where(row_word[:, None] * factor[None, :] + term[None, :] >= threshold, by_weight, 0.0)
         by_logit = weights * (by_weight - delta[:, None])
         gradient = tl.dot(by_logit.to(k.dtype), k, gradient, input_precision=PRECISION)
     store_rows(
@@ -120,9 +117,11 @@ def key_kernel(
             weights = tl.where(row[:, None] <= column[None, :], weights, 0.0)
         kept = weights
         if DROPOUT:
-            kept = drop(weights, column_word[None, :], factor[:, None], term[:, None], threshold)
+            keep = column_word[None, :] * factor[:, None] + term[:, None] >= threshold
+            kept = tl.where(keep, weights, 0.0)
+            by_weight = tl.where(keep, by_weight, 0.0)
         by_value = tl.dot(kept.to(upstream.dtype), upstream, by_value, input_precision=PRECISION)
-        by_logit = kept * by_weight - weights * delta[None, :]
+        by_logit = weights * (by_weight - delta[None, :])
         by_key = tl.dot(by_logit.to(q.dtype), q, by_key, input_precision=PRECISION)
     at = head * gradient_head
     store_rows(key_gradient_at + at, begin, row, length, gradient_token, by_key * gradient_scale, HEAD_SIZE)

@@ -51,16 +51,14 @@ def forward_kernel(
         k = load_rows(key_at + head * key_head, begin, column, length, key_token, HEAD_SIZE)
         v = load_rows(value_at + head * value_head, begin, column, length, value_token, HEAD_SIZE)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        logits = logits * scale + bias_of(column, length)
-        if CAUSAL:
-            logits = tl.where(row[:, None] >= column[None, :], logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - higher[:, None])
+        logits = tl.where(visible(row, column, length, CAUSAL), logits, float("-inf"))
+        higher = tl.maximum(highest, tl.max(logits, axis=1) * scale)
+        weights = tl.exp2(logits * scale - higher[:, None])
         faded = tl.exp2(highest - higher)
         total = total * faded + tl.sum(weights, axis=1)
         if DROPOUT:
             factor, term = load_pairs(key_words_at + head * tokens * 2, begin, column, length, TWICE)
-            weights = drop(weights, row_word[:, None], factor[None, :], term[None, :], threshold)
+            weights = tl.where(row_word[:, None] * factor[None, :] + term[None, :] >= threshold, weights, 0.0)
         output = output * faded[:, None]
         output = tl.dot(weights.to(v.dtype), v, output, input_precision=PRECISION)
         highest = higher
@@ -116,33 +114,9 @@ def store_rows(at, begin, place, length, stride, value, SIZE: tl.constexpr):
 
 
 @triton.jit
-def bias_of(key, length):
-    """Return (1, keys) to be added to logits: 0, and minus infinity behind the sequence's end."""
-    return tl.where(key < length, 0.0, float("-inf"))[None, :]
-
-
-@triton.jit
-def drop(value, query_word, factor, term, threshold):
-    """Return the values that `mask` keeps, 0 for others; arguments are as large as `value`, or 1 along a dimension.
-
-    Written by hand, since the compiler would move the choice behind the rounding to 16 bits, where it takes as many
-    instructions again to pack what was decided into bits and take it out.
-    """
-    if INTERPRETED:
-        kept = tl.where(query_word * factor + term >= threshold, value, 0.0)
-    else:
-        kept = tl.inline_asm_elementwise(
-            """{
-                .reg .pred keep;
-                .reg .s32 sum;
-                mad.lo.s32 sum, $2, $3, $4;
-                setp.ge.s32 keep, sum, $5;
-                selp.f32 $0, $1, 0f00000000, keep;
-            }""",
-            "=f,f,r,r,r,r",
-            [value, query_word, factor, term, threshold],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return kept
+def visible(query, key, length, CAUSAL: tl.constexpr):
+    """Return which keys a query looks at, (queries, keys) or (1, keys)."""
+    inside = (key < length)[None, :]
+    if CAUSAL:
+        inside = inside & (key[None, :] <= query[:, None])
+    return inside
