@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from fasttrain.callbacks.joined_linear.columns import split_columns
+
 
 class JoinedLinear(nn.Module):
     """Runs several nn.Linear of its parent, not its own, on one input: attention's projections for instance.
@@ -24,5 +26,4 @@ class JoinedLinear(nn.Module):
         weight = torch.cat(tuple(layer.weight for layer in layers))
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        parts: tuple[Tensor, ...] = linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
-        return parts
+        return split_columns(linear(x, weight, bias), [layer.out_features for layer in layers])

@@ -2,6 +2,7 @@
 
 from fasttrain.callbacks.sequence_packing.attention import (
     AttentionBackend,
+    AttentionMask,
     attention_backend,
     block_diagonal,
     block_diagonal_rows,
@@ -21,6 +22,7 @@ from fasttrain.callbacks.sequence_packing.table import packing_tables
 __all__ = [
     "IGNORED",
     "AttentionBackend",
+    "AttentionMask",
     "PackingPlan",
     "RowFormat",
     "SequencePackingConfig",

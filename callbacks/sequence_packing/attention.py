@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fasttrain.callbacks.dropout_attention import Blocks, dropout_attention, make_blocks
+from fasttrain.environment import triton_runs
 from fasttrain.errors import MissingDependencyError
 
 # torch has it from 2.10 on; read here, since torch.compile can't look at signatures.
 varlen: Any = import_module("torch.nn.attention.varlen") if find_spec("torch.nn.attention.varlen") else None
 VARLEN_OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters) if varlen else frozenset()
-AttentionBackend = Literal["auto", "dense", "varlen", "flash_attn", "cudnn"]
+AttentionBackend = Literal["auto", "dense", "varlen", "flash_attn", "cudnn", "triton"]
+AttentionMask = Tensor | Blocks
 
 
 def packed_attention(
@@ -29,7 +32,7 @@ def packed_attention(
     scale: float | None = None,
     rows: int = 1,
     backend: AttentionBackend = "auto",
-    mask: Tensor | None = None,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Return softmax(Q K^T * scale) V within each sequence, (tokens, heads, head size).
 
@@ -43,11 +46,13 @@ def packed_attention(
         rows: number of rows of equal length that no sequence goes beyond, as those of `collate_rows`: the dense mask is
             made row by row. Other backends have no use for it.
         backend: `auto` is a variable-length kernel for float16 and bfloat16 on an NVIDIA GPU: torch's, or flash-attn's
-            where torch has none; else `dense`, which any device and dtype can do, at the cost of a weight for each pair
-            of tokens in a row. `cudnn` is cuDNN's attention over rows with a bias for each pair, for float16 and
-            bfloat16 on an NVIDIA GPU: more arithmetic, by kernels made for Hopper.
-        mask: what `mask_for` has made of these offsets, where several layers share it; `dense` and `cudnn` make it anew
-            otherwise, and other backends have no use for it.
+            where torch has none, or `triton` where that was measured, see `attention_backend`; else `dense`, which any
+            device and dtype can do, at the cost of a weight for each pair of tokens in a row. `cudnn` is cuDNN's
+            attention over rows with a bias for each pair, for float16 and bfloat16 on an NVIDIA GPU: more arithmetic,
+            by kernels made for Hopper. `triton` is `dropout_attention`, for an NVIDIA GPU; under torch.compile it is
+            torch's operator.
+        mask: what `mask_for` has made of these offsets, where several layers share it; `dense`, `cudnn` and `triton`
+            make it anew otherwise, and other backends have no use for it.
 
     Nothing waits for the GPU, so a step with it can be captured as a graph.
 
@@ -55,11 +60,13 @@ def packed_attention(
         MissingDependencyError: flash-attn is asked for and is not installed.
     """
     if backend == "auto":
-        backend = attention_backend(query.device, query.dtype)
+        backend = attention_backend(query.device, query.dtype, query.shape[-1], dropout)
+    if backend == "triton" and not torch.compiler.is_compiling():
+        return _triton(query, key, value, cu_seqlens, mask, dropout, causal, scale)
     if backend in ("dense", "cudnn"):
         if mask is None:
             mask = mask_for(backend, cu_seqlens, rows, len(query) // rows, query.dtype, causal=causal)
-        assert mask is not None
+        assert isinstance(mask, Tensor)
         attend = _dense if backend == "dense" else _cudnn
         return attend(query, key, value, mask, dropout, scale)
     if backend == "flash_attn":
@@ -71,11 +78,14 @@ def packed_attention(
 
 def mask_for(
     backend: AttentionBackend, cu_seqlens: Tensor, rows: int, length: int, dtype: torch.dtype, *, causal: bool = False
-) -> Tensor | None:
-    """Return what `packed_attention` takes as a mask, (rows, 1, length, length); None for backends without one.
+) -> AttentionMask | None:
+    """Return what `packed_attention` takes as a mask; None for backends without one.
 
-    It is of bool for `dense`; for `cudnn` of the products' dtype, 0 and minus infinity, to be added to their logits.
+    It is (rows, 1, length, length), of bool for `dense`; for `cudnn` of the products' dtype, 0 and minus infinity, to
+    be added to their logits. For `triton` it is which part of which sequence each program takes.
     """
+    if backend == "triton":
+        return make_blocks(cu_seqlens, rows * length)
     if backend not in ("dense", "cudnn"):
         return None
     mask = block_diagonal_rows(cu_seqlens, rows, length, causal=causal)
@@ -118,12 +128,19 @@ def _sequence_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens.contiguous(), place, right=True)
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Return what `auto` is for tensors of a device and a dtype."""
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, head_size: int | None = None, dropout: float = 0.0
+) -> AttentionBackend:
+    """Return what `auto` is for tensors of a device and a dtype, and heads of a size, where it is known.
+
+    `triton` is taken where it was measured: for dropout, bfloat16 and heads of 64, on a GPU of Hopper's generation.
+    """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "dense"
     if torch.version.hip is None:
-        return "varlen"
+        measured = dtype == torch.bfloat16 and head_size == 64 and dropout > 0 and not torch.compiler.is_compiling()
+        hopper = measured and torch.cuda.get_device_capability(device)[0] == 9
+        return "triton" if hopper and triton_runs() else "varlen"
     return "flash_attn" if find_spec("flash_attn") is not None else "dense"
 
 
@@ -139,6 +156,14 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: flo
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, keep, dropout, False, False, scale=scale)
     output: Tensor = found[0].transpose(1, 2).flatten(0, 1)
     return output
+
+
+def _triton(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, mask: AttentionMask | None, dropout: float, causal: bool,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    blocks = mask if isinstance(mask, Blocks) else make_blocks(cu, len(query))
+    return dropout_attention(query, key, value, blocks, dropout=dropout, causal=causal, scale=scale)
 
 
 def _varlen(

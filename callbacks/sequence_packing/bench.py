@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fasttrain.bench import Case
 from fasttrain.callbacks.sequence_packing.attention import mask_of_rows, packed_attention
+from fasttrain.callbacks.sequence_packing.bench_attention import attention_b56
 from fasttrain.callbacks.sequence_packing.histogram import histogram_of
 from fasttrain.callbacks.sequence_packing.plan import deal, make_plan
 from fasttrain.callbacks.sequence_packing.rows import collate_rows, format_of, pack_row
@@ -32,6 +33,7 @@ def cases() -> list[Case]:
         Case(
             "sequence_packing", "attention_b24", "attention of BERT-large in 24 rows of 512, bf16", attention_b24, True
         ),
+        Case("sequence_packing", "attention_b56", "the same in 56 rows, with dropout", attention_b56, True),
     ]
 
 

@@ -32,7 +32,7 @@ class BertConfig:
     """One product for query, key and value; the state dict is the same."""
     dense_sequence_output: bool = True
     """Words are predicted at masked places only; else at all of them, of which most are then not looked at."""
-    attention: Literal["auto", "dense", "varlen", "flash_attn", "cudnn"] = "auto"
+    attention: Literal["auto", "dense", "varlen", "flash_attn", "cudnn", "triton"] = "auto"
     """Backend, see `sequence_packing.packed_attention`."""
     weights: str | None = None
     """File of a BertForPreTraining's state dict to begin with: .pt, .bin, .ckpt or .safetensors."""
@@ -43,6 +43,11 @@ class BertConfig:
                 f"module.model.hidden_size is {self.hidden_size}, which {self.num_heads} heads can't share evenly; "
                 "make it a multiple of num_heads."
             )
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head's query."""
+        return self.hidden_size // self.num_heads
 
     @property
     def padded_vocab_size(self) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fasttrain.callbacks.joined_linear import JoinedLinear
-from fasttrain.callbacks.sequence_packing import AttentionBackend, packed_attention
+from fasttrain.callbacks.sequence_packing import AttentionBackend, AttentionMask, packed_attention
 from fasttrain.recipes.bert.config import BertConfig
 
 
@@ -22,7 +22,7 @@ class Sequences(NamedTuple):
     length: int
     """Tokens of the longest sequence, at most."""
     backend: AttentionBackend
-    mask: Tensor | None
+    mask: AttentionMask | None
     """What `sequence_packing.mask_for` makes, the same in all layers."""
 
 
