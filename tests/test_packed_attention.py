@@ -91,15 +91,3 @@ def test_a_backend_s_mask_is_bool_or_a_bias() -> None:
     assert torch.equal(bias == 0, allowed)
     assert bool((bias[~allowed] == -torch.inf).all())
     assert mask_for("varlen", offsets, 2, 4, torch.bfloat16) is None
-
-
-def test_auto_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    measured = {"device": gpu, "dtype": torch.bfloat16, "head_size": 64, "dropout": 0.1}
-    assert attention.attention_backend(**measured) == "triton"  # type: ignore[arg-type]
-    for name, other in (("dtype", torch.float16), ("head_size", 128), ("head_size", None), ("dropout", 0.0)):
-        assert attention.attention_backend(**{**measured, name: other}) == "varlen"  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    assert attention.attention_backend(**measured) == "varlen"  # type: ignore[arg-type]
-    assert attention.attention_backend(torch.device("cpu"), torch.bfloat16, 64, 0.1) == "dense"

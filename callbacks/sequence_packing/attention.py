@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fasttrain.callbacks.dropout_attention import Blocks, dropout_attention, make_blocks
-from fasttrain.environment import triton_runs
 from fasttrain.errors import MissingDependencyError
 
 # torch has it from 2.10 on; read here, since torch.compile can't look at signatures.
@@ -46,11 +45,10 @@ def packed_attention(
         rows: number of rows of equal length that no sequence goes beyond, as those of `collate_rows`: the dense mask is
             made row by row. Other backends have no use for it.
         backend: `auto` is a variable-length kernel for float16 and bfloat16 on an NVIDIA GPU: torch's, or flash-attn's
-            where torch has none, or `triton` where that was measured, see `attention_backend`; else `dense`, which any
-            device and dtype can do, at the cost of a weight for each pair of tokens in a row. `cudnn` is cuDNN's
-            attention over rows with a bias for each pair, for float16 and bfloat16 on an NVIDIA GPU: more arithmetic,
-            by kernels made for Hopper. `triton` is `dropout_attention`, for an NVIDIA GPU; under torch.compile it is
-            torch's operator.
+            where torch has none; else `dense`, which any device and dtype can do, at the cost of a weight for each pair
+            of tokens in a row. `cudnn` is cuDNN's attention over rows with a bias for each pair, for float16 and
+            bfloat16 on an NVIDIA GPU: more arithmetic, by kernels made for Hopper. `triton` is `dropout_attention`,
+            for an NVIDIA GPU; under torch.compile it is torch's operator.
         mask: what `mask_for` has made of these offsets, where several layers share it; `dense`, `cudnn` and `triton`
             make it anew otherwise, and other backends have no use for it.
 
@@ -60,7 +58,7 @@ def packed_attention(
         MissingDependencyError: flash-attn is asked for and is not installed.
     """
     if backend == "auto":
-        backend = attention_backend(query.device, query.dtype, query.shape[-1], dropout)
+        backend = attention_backend(query.device, query.dtype)
     if backend == "triton" and not torch.compiler.is_compiling():
         return _triton(query, key, value, cu_seqlens, mask, dropout, causal, scale)
     if backend in ("dense", "cudnn"):
@@ -128,19 +126,12 @@ def _sequence_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens.contiguous(), place, right=True)
 
 
-def attention_backend(
-    device: torch.device, dtype: torch.dtype, head_size: int | None = None, dropout: float = 0.0
-) -> AttentionBackend:
-    """Return what `auto` is for tensors of a device and a dtype, and heads of a size, where it is known.
-
-    `triton` is taken where it was measured: for dropout, bfloat16 and heads of 64, on a GPU of Hopper's generation.
-    """
+def attention_backend(device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+    """Return what `auto` is for tensors of a device and a dtype."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "dense"
     if torch.version.hip is None:
-        measured = dtype == torch.bfloat16 and head_size == 64 and dropout > 0 and not torch.compiler.is_compiling()
-        hopper = measured and torch.cuda.get_device_capability(device)[0] == 9
-        return "triton" if hopper and triton_runs() else "varlen"
+        return "varlen"
     return "flash_attn" if find_spec("flash_attn") is not None else "dense"
 
 

@@ -45,11 +45,6 @@ class BertConfig:
             )
 
     @property
-    def head_size(self) -> int:
-        """Elements of a head's query."""
-        return self.hidden_size // self.num_heads
-
-    @property
     def padded_vocab_size(self) -> int:
         """Rows of the word embeddings."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

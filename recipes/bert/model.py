@@ -66,8 +66,7 @@ class BertModel(nn.Module):
         words = self.embeddings.word_embeddings.weight
         asked = self.config.attention
         dtype = _dtype_of_products(words)
-        size, dropout = self.config.head_size, self.config.attention_dropout if self.training else 0.0
-        backend = attention_backend(words.device, dtype, size, dropout) if asked == "auto" else asked
+        backend = attention_backend(words.device, dtype) if asked == "auto" else asked
         mask = mask_for(backend, cu_seqlens, rows, length, dtype)
         hidden = self.embeddings(input_ids.flatten(), token_type_ids.flatten(), position_ids.flatten())
         encoded: Tensor = self.encoder(
