@@ -112,7 +112,8 @@ def test_the_process_is_light_and_out_of_the_way() -> None:
         scoring.submit(ROWS, Tag(1, 0))
         (outcome,) = scoring.drain()
         assert isinstance(outcome, Scored)
-        assert outcome.scores == {"heavy": 0, "gpus": 0, "session": 1, "pid": scoring.pid, "threads": 3, "nice": 7}
+        nice = min(os.nice(0) + 7, 19)  # 19 is the most that there is
+        assert outcome.scores == {"heavy": 0, "gpus": 0, "session": 1, "pid": scoring.pid, "threads": 3, "nice": nice}
 
 
 def test_it_returns_at_once_and_waits_for_room_where_too_many_are_in_flight() -> None:

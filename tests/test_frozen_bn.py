@@ -1,47 +1,29 @@
-"""frozen_bn against its reference in float64, in both tiers; what autograd may ask of it; and where it is put."""
+"""frozen_bn against its reference in float64, in both tiers; what autograd may ask of it; and what is folded."""
 
-import copy
-import io
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from frozen_norms import DEVICE, assert_close, eval_norm, frozen_norm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchvision.models.detection.backbone_utils import IntermediateLayerGetter
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.callbacks.frozen_bn import (
     Folded,
-    FrozenBNConfig,
-    FrozenBNOptimization,
-    FrozenBNSurgery,
     ScaleBias,
     fold,
+    in_triton,
     scale_bias_add_relu,
     scale_bias_dual_relu,
     scale_bias_relu,
     twin,
 )
-from fasttrain.callbacks.frozen_bn.modules import FrozenBatchNormReLU, FusedBasicBlock, FusedBottleneck
 from fasttrain.callbacks.frozen_bn.reference import TOLERANCE, normalized, reference
-from fasttrain.callbacks.frozen_bn.sites import FrozenBNPatches
-from fasttrain.environment import Hardware
 from fasttrain.errors import OptimizationError
-from fasttrain.optimization import Applies, Change, Context, ExampleBatch
-from fasttrain.recipes.retinanet.backbone import build_backbone
 
-pytest.importorskip("triton")
-from fasttrain.callbacks.frozen_bn import in_triton
-from fasttrain.callbacks.frozen_bn.kernel import INTERPRETED
-
-DEVICE = "cpu" if INTERPRETED.value else "cuda"
-CPU = Hardware("cpu", "cpu", "a CPU", 2)
 LAST = torch.channels_last
 FORMS = ("relu", "add", "dual")
 both_tiers = pytest.mark.parametrize("tier", ["torch", "triton"])
@@ -74,12 +56,6 @@ def ours(form: str, x: Tensor, z: Tensor, one: ScaleBias, two: ScaleBias, tier: 
 
 def in_double(form: str, x: Tensor, z: Tensor, one: ScaleBias, two: ScaleBias) -> Tensor:
     return reference(x, double(one), z if form != "relu" else None, double(two) if form == "dual" else None)
-
-
-def assert_close(found: Tensor, wanted: Tensor, tolerance: float) -> None:
-    assert found.shape == wanted.shape
-    if wanted.numel():
-        assert float((found.double() - wanted).abs().max()) <= tolerance * float(wanted.abs().max()) + 1e-7
 
 
 def assert_equals_reference(form: str, x: Tensor, z: Tensor, tier: Any) -> None:
@@ -275,24 +251,6 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> Non
     assert words in str(caught.value)
 
 
-def randomized(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        if isinstance(module, (FrozenBatchNorm2d, nn.BatchNorm2d)):
-            for name, low, high in (("running_var", 0.5, 2.0), ("weight", 0.2, 0.7), ("bias", -0.2, 0.2)):
-                getattr(module, name).data.uniform_(low, high, generator=generator)
-            module.running_mean.data.normal_(0, 0.1, generator=generator)  # type: ignore[union-attr, operator]
-    return model
-
-
-def frozen_norm(channels: int) -> nn.Module:
-    return randomized(FrozenBatchNorm2d(channels))
-
-
-def eval_norm(channels: int) -> nn.Module:
-    return randomized(nn.BatchNorm2d(channels)).eval().requires_grad_(False)
-
-
 @pytest.mark.parametrize("make", [frozen_norm, eval_norm])
 def test_folded_once_and_again_after_a_change(make: Any) -> None:
     norm, x = make(5), torch.randn(2, 5, 3, 3)
@@ -323,300 +281,3 @@ def test_the_fold_is_in_float32_with_eps() -> None:
     torch.testing.assert_close(fold(norm).scale, torch.full((2,), 1.5**-0.5))
     plain = nn.BatchNorm2d(2, affine=False).eval()
     torch.testing.assert_close(fold(plain).bias, torch.zeros(2))
-
-
-def run(model: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    outputs = model(images)
-    outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
-    flat = outputs if isinstance(outputs, Tensor) else torch.cat([part.flatten() for part in outputs])
-    flat.square().mean().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return flat.detach(), gradients
-
-
-def tiny_resnet(block: Any = Bottleneck, norm: Any = FrozenBatchNorm2d) -> ResNet:
-    torch.manual_seed(0)
-    net = ResNet(block, [2, 1, 1, 1], num_classes=4, norm_layer=norm)
-    return randomized(net)  # type: ignore[return-value]
-
-
-def models() -> dict[str, nn.Module]:
-    torch.manual_seed(0)
-    eval_batch_norm = tiny_resnet(BasicBlock, nn.BatchNorm2d).eval()
-    for module in eval_batch_norm.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.requires_grad_(False)
-    return {
-        "bottlenecks": tiny_resnet(),
-        "basic blocks in eval mode": eval_batch_norm,
-        "recipe": randomized(build_backbone("small", (3, 4, 5), 8, True, 3)),
-        "torchvision detection": IntermediateLayerGetter(tiny_resnet(), {"layer2": "0", "layer4": "1"}),
-        "sequence": nn.Sequential(nn.Conv2d(3, 4, 3), frozen_norm(4), nn.ReLU(), nn.Conv2d(4, 2, 1)),
-    }
-
-
-@pytest.mark.parametrize("name", models())
-def test_surgery_keeps_numbers_and_names_and_can_be_undone(name: str) -> None:
-    model, images = models()[name], torch.randn(2, 3, 32, 32)
-    names, types = list(model.state_dict()), {path: type(m) for path, m in model.named_modules()}
-    parameters = list(model.parameters())
-    before = run(model, images)
-    surgery = FrozenBNSurgery(model)
-    changes = surgery.apply()
-    assert [change.path for change in changes] == [path for path in dict(model.named_modules()) if fused(model, path)]
-    assert FrozenBNSurgery(model).apply() == [], "a second time there is nothing left"
-    after = run(model, images)
-    torch.testing.assert_close(after[0], before[0], rtol=1e-4, atol=1e-6)
-    assert after[1].keys() == before[1].keys()
-    for key, gradient in after[1].items():
-        assert_close(gradient, before[1][key].double(), 1e-5)
-    assert list(model.state_dict()) == names
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
-    assert torch.equal(run(copy.deepcopy(model), images)[0], after[0])
-    surgery.undo()
-    assert {path: type(m) for path, m in model.named_modules()} == types
-    again = run(model, images)
-    assert torch.equal(again[0], before[0])
-    assert all(torch.equal(gradient, before[1][key]) for key, gradient in again[1].items())
-
-
-def fused(model: nn.Module, path: str) -> bool:
-    return type(model.get_submodule(path)).__module__.endswith("frozen_bn.modules")
-
-
-def test_every_normalization_of_a_backbone_is_reached() -> None:
-    model = models()["recipe"]
-    changes = FrozenBNSurgery(model).apply()
-    assert changes == [
-        Change("body.bn1", "FrozenBatchNormReLU"),
-        *(Change(f"body.layer{i}.0", "FusedBasicBlock") for i in range(1, 5)),
-    ]
-    assert isinstance(model.body.relu, nn.Identity)  # type: ignore[union-attr]
-
-    def stop(*_: Any) -> None:
-        raise AssertionError("a normalization was called by itself")
-
-    for module in model.modules():
-        if type(module) is FrozenBatchNorm2d:
-            module.register_forward_hook(stop)
-    model(torch.randn(1, 3, 32, 32))
-
-
-def through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fasttrain.callbacks.frozen_bn.fused._takes_triton", lambda *_: True)
-
-
-@pytest.mark.parametrize("block", [Bottleneck, BasicBlock])
-def test_blocks_through_the_kernels(monkeypatch: pytest.MonkeyPatch, block: Any) -> None:
-    torch.manual_seed(0)
-    width = 2 * block.expansion
-    shortcut = nn.Sequential(nn.Conv2d(3, width, 1, stride=2), frozen_norm(width))
-    net = nn.Sequential(
-        block(3, 2, stride=2, downsample=shortcut, norm_layer=frozen_norm), block(width, 2, norm_layer=frozen_norm)
-    ).to(DEVICE)
-    images = torch.randn(2, 3, 5, 5, device=DEVICE)
-    wanted = run(net, images)
-    FrozenBNSurgery(net).apply()
-    through_the_kernels(monkeypatch)
-    found = run(net, images)
-    assert_close(found[0], wanted[0].double(), 1e-5)
-    for key, gradient in found[1].items():
-        assert_close(gradient, wanted[1][key].double(), 1e-5)
-
-
-def test_a_block_with_a_hook_gives_the_whole_gradient_of_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(*(BasicBlock(4, 4, norm_layer=frozen_norm) for _ in range(2))).to(DEVICE)
-    kept: list[Tensor] = []
-    x = torch.randn(1, 4, 3, 3, device=DEVICE)
-
-    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        output.retain_grad()
-        kept.append(output)
-
-    FrozenBNSurgery(net).apply()
-    net[0].register_forward_hook(keep)
-    run(net, x)
-    through_the_kernels(monkeypatch)
-    run(net, x)
-    plain, ours_ = (output.grad for output in kept)
-    assert plain is not None
-    assert ours_ is not None
-    torch.testing.assert_close(ours_, plain)
-
-
-def test_a_downsample_path_without_a_frozen_norm_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(BasicBlock(3, 4, downsample=nn.Conv2d(3, 4, 1), norm_layer=frozen_norm)).to(DEVICE)
-    x = torch.randn(1, 3, 3, 3, device=DEVICE)
-    wanted = run(net, x)
-    FrozenBNSurgery(net).apply()
-    through_the_kernels(monkeypatch)
-    torch.testing.assert_close(run(net, x), wanted)
-
-
-def test_a_block_used_twice_is_replaced_by_one_block() -> None:
-    block = randomized(Bottleneck(8, 2, norm_layer=FrozenBatchNorm2d))
-    model = nn.ModuleDict({"a": nn.Sequential(block, block), "b": block})
-    x = torch.randn(1, 8, 3, 3)
-    wanted = run(model["a"], x)
-    surgery = FrozenBNSurgery(model)
-    assert [change.path for change in surgery.apply()] == ["b", "a.0", "a.1"]
-    assert model["b"] is model["a"][0] is model["a"][1]  # type: ignore[index]
-    found = run(model["a"], x)
-    torch.testing.assert_close(found, wanted)
-    surgery.undo()
-    assert model["b"] is model["a"][1] is block  # type: ignore[index]
-
-
-def test_a_relu_that_others_use_stays_theirs() -> None:
-    relu, norm = nn.ReLU(), frozen_norm(3)
-    model = nn.Sequential(norm, relu, nn.Conv2d(3, 3, 1), relu, norm)
-    x = torch.randn(2, 3, 4, 4)
-    wanted = model(x)
-    assert FrozenBNSurgery(model).apply() == [Change("0", "FrozenBatchNormReLU")]
-    assert model[3] is relu
-    assert model[4] is norm
-    torch.testing.assert_close(model(x), wanted)
-
-
-class Stem(nn.Module):
-    """Children whose names say nothing about the order in which they run."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.act, self.norm, self.calls = kind, nn.ReLU(), frozen_norm(3), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y = self.norm(x)
-        if self.kind == "used twice":
-            return self.act(y) + y  # type: ignore[no-any-return]
-        if self.kind == "relu twice":
-            return self.act(self.act(y) - 1)  # type: ignore[no-any-return]
-        if self.kind == "depends on values":
-            return self.act(y) if x.sum() > 0 else y
-        return self.act(y)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("kind", "found"), [("plain", 1), ("used twice", 0), ("relu twice", 0), ("depends on values", 0)]
-)
-def test_a_traced_forward_says_whether_a_relu_follows(kind: str, found: int) -> None:
-    model = nn.ModuleDict({"stem": Stem(kind)})
-    assert len(FrozenBNPatches().sites(model)) == found
-    assert model["stem"].calls == 0, "tracing leaves it as it was"
-    x = torch.randn(2, 3, 4, 4)
-    wanted = model["stem"](x)
-    FrozenBNSurgery(model).apply()
-    torch.testing.assert_close(model["stem"](x), wanted)
-
-
-def with_hook(norm: nn.Module) -> nn.Module:
-    norm.register_forward_hook(lambda *_: None)
-    return norm
-
-
-class OwnForward(FrozenBatchNorm2d):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-@pytest.mark.parametrize(
-    ("norm", "words"),
-    [
-        (nn.Identity(), "Sequential has no BatchNorm2d or FrozenBatchNorm2d"),
-        (OwnForward(3), "Sequential has no BatchNorm2d or FrozenBatchNorm2d"),
-        (nn.BatchNorm2d(3), "its normalizations are: 1 in training mode"),
-        (nn.BatchNorm2d(3).eval(), "are: 1 trainable in weight or bias"),
-        (nn.BatchNorm2d(3, track_running_stats=False).eval(), "1 without running statistics"),
-        (with_hook(frozen_norm(3)), "1 watched by hooks"),
-        (nn.Sequential(frozen_norm(3), nn.Sigmoid()), "1 frozen, with no ReLU seen to follow"),
-    ],
-)
-def test_what_can_not_be_fused_is_left_alone_with_a_reason(norm: nn.Module, words: str) -> None:
-
-    model = nn.Sequential(norm, nn.ReLU())
-    assert FrozenBNSurgery(model).apply() == []
-    assert words in FrozenBNPatches().why_no_site(model)
-
-
-def test_a_norm_that_begins_to_train_is_an_error() -> None:
-    model = nn.Sequential(eval_norm(3), nn.ReLU())
-    FrozenBNSurgery(model).apply()
-    model(torch.randn(1, 3, 2, 2))
-    for change, words in (
-        (model.train, "is now in training mode"),
-        (model.requires_grad_, "is now trainable in weight or bias"),
-    ):
-        model.eval().requires_grad_(False)
-        change()
-        with pytest.raises(
-            OptimizationError, match=rf"^frozen_bn: a BatchNorm2d of 3 channels .*{words}; keep it in eval"
-        ):
-            model(torch.randn(1, 3, 2, 2))
-
-
-def test_checkpoints_load_both_ways() -> None:
-    plain, ours_ = tiny_resnet(), tiny_resnet()
-    FrozenBNSurgery(ours_).apply()
-    with torch.no_grad():
-        for value in plain.state_dict().values():
-            value.mul_(1.1)
-    images = torch.randn(1, 3, 32, 32)
-    ours_(images)
-    file = io.BytesIO()
-    torch.save(plain.state_dict(), file)
-    file.seek(0)
-    ours_.load_state_dict(torch.load(file))
-    torch.testing.assert_close(ours_(images), plain(images), rtol=1e-4, atol=1e-5)
-    tiny_resnet().load_state_dict(ours_.state_dict())
-
-
-def test_torch_compile_takes_the_fused_modules_whole() -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), frozen_norm(4), nn.ReLU(), Bottleneck(4, 1, norm_layer=frozen_norm),
-                        eval_norm(4), nn.ReLU(),
-                        BasicBlock(4, 4, norm_layer=frozen_norm))  # fmt: skip
-    images = torch.randn(1, 3, 8, 8)
-    FrozenBNSurgery(net).apply()
-    wanted = run(net, images)
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    found = run(compiled, images)
-    torch.testing.assert_close(found[0], wanted[0])
-    for one, other in zip(found[1].values(), wanted[1].values(), strict=True):
-        torch.testing.assert_close(one, other)
-
-
-class Classifier(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, 4, 3), eval_norm(4), nn.ReLU())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()  # type: ignore[no-any-return]
-
-
-class Data(pl.LightningDataModule):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(TensorDataset(torch.randn(4, 3, 8, 8)), batch_size=2)
-
-
-def test_a_real_measurement_of_norms_in_eval_mode_keeps_them_there() -> None:
-    module = Classifier()
-    context = Context(module, Data(), CPU, example=ExampleBatch(Data()))
-    verdict = FrozenBNOptimization(FrozenBNConfig(least_gain=-1e9)).check(context)
-    assert isinstance(verdict, Applies)
-    assert verdict.note.startswith("1 sites; measured ")
-    assert type(module.net[1]) is nn.BatchNorm2d
-    assert not module.net[1].training
-
-
-def test_the_fused_forms_are_still_what_they_were() -> None:
-    model = tiny_resnet()
-    FrozenBNSurgery(model).apply()
-    assert isinstance(model.bn1, FrozenBatchNormReLU)
-    assert isinstance(model.layer1[0], FusedBottleneck)
-    assert isinstance(model.layer1[0], Bottleneck)
-    assert not issubclass(FusedBasicBlock, Bottleneck)
