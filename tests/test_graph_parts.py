@@ -447,6 +447,8 @@ def test_looks_see_the_rest() -> None:
     assert watch.look() == "net.1 was switched to train"
     module.temperature = 0.5
     assert watch.look() == "the attribute temperature changed from 1.0 to 0.5"
+    module.temperature = torch.ones(1)
+    assert watch.look() == "the attribute temperature changed from 0.5 to what is no plain value"
     assert watch.look() is None
 
 

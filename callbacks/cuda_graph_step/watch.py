@@ -44,8 +44,8 @@ class Watch:
         if switched := changed(modes, self._modes):
             return f"{switched[0] or 'the module'} was switched to {'train' if self._modes[switched[0]] else 'eval'}"
         if other := changed(attributes, self._attributes):
-            before, now = attributes.get(other[0]), self._attributes.get(other[0])
-            return f"the attribute {other[0]} changed from {before!r} to {now!r}"
+            before, now = (_told(values, other[0]) for values in (attributes, self._attributes))
+            return f"the attribute {other[0]} changed from {before} to {now}"
         return None
 
     def _count(self) -> list[int]:
@@ -62,6 +62,11 @@ class Watch:
         self._addresses: Mapping[str, Any] = {name: tensor.data_ptr() for name, tensor in tensors}
         self._modes: Mapping[str, Any] = {name: each.training for name, each in self.module.named_modules()}
         self._attributes = plain_attributes(self.module)
+
+
+def _told(attributes: Mapping[str, Any], path: str) -> str:
+    """Return an attribute of a snapshot as words; snapshots hold plain values and containers alone."""
+    return repr(attributes[path]) if path in attributes else "what is no plain value"
 
 
 class HostWatch:

@@ -79,9 +79,15 @@ class BertTraining(pl.LightningModule):
         """Return the sequences of a batch, by its shapes: rows of one each, or all in a row without padding."""
         return len(batch["sequence_starts"])
 
+    def on_fit_start(self) -> None:
+        """Make what evaluations count in: a captured step takes what hangs on the module as given."""
+        self._scores = self._none_counted()
+
     def on_validation_epoch_start(self) -> None:
         """Begin to count."""
-        self._scores = torch.zeros(5, dtype=torch.float64, device=self.device)
+        if self._scores is None:  # there is no fit
+            self._scores = self._none_counted()
+        self._scores.zero_()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Count, on the device: words and relations that are right, all of them, and the words' summed loss."""
@@ -110,6 +116,9 @@ class BertTraining(pl.LightningModule):
                 "val_mlm_loss": loss / words.clamp(min=1),
             }
         )
+
+    def _none_counted(self) -> Tensor:
+        return torch.zeros(5, dtype=torch.float64, device=self.device)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer over all parameters, and the schedule by step."""
