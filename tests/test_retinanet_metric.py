@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from fasttrain.hyperparameters import config_of
 from fasttrain.recipes.retinanet.detections import Detections
 from fasttrain.recipes.retinanet.metric import NAMES, detection_rows
-from fasttrain.recipes.retinanet.module import RetinaNetTraining, TrainingConfig, _from_mapping
+from fasttrain.recipes.retinanet.module import RetinaNetTraining, TrainingConfig
 
 
 def test_rows_are_in_original_pixels_without_padding() -> None:
@@ -33,7 +34,7 @@ def test_rows_are_in_original_pixels_without_padding() -> None:
 @pytest.mark.parametrize("wanted", [False, True])
 def test_scores_of_each_category_are_asked_for(wanted: bool) -> None:
     config = TrainingConfig(scores_per_category=wanted)
-    assert _from_mapping(asdict(config)) == config, "as a checkpoint keeps it"
+    assert config_of(TrainingConfig, asdict(config)) == config, "as a checkpoint keeps it"
     module: Any = SimpleNamespace(config=config)
     truth = {
         "images": [{"id": 1, "width": 9, "height": 9}],
