@@ -39,11 +39,7 @@ class BatchNormReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Return the gradients of x, z, and both norms' parameters."""
-        if torch.is_grad_enabled():
-            raise OptimizationError(
-                "bn_relu: a gradient that can be differentiated again was asked for (create_graph=True), and the fused "
-                "backward can't be; undo the fusion, or compute by fasttrain.callbacks.bn_relu.reference."
-            )
+        refuse_second_derivative()
         x, stats, mask, z, z_stats = ctx.saved_tensors
         dy, *rest = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None] or [None]
         if dy is None:
@@ -68,3 +64,12 @@ def forward(
     stats = in_triton.statistics(x, norm)
     z_stats = None if z is None or z_norm is None else in_triton.statistics(z, z_norm)
     return (*in_triton.normalize(x, stats, z, z_stats, True, keep_mask), stats, z_stats)
+
+
+def refuse_second_derivative() -> None:
+    """Raise OptimizationError in a backward whose result is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise OptimizationError(
+            "bn_relu: a gradient that can be differentiated again was asked for (create_graph=True), and the fused "
+            "backward can't be; undo the fusion, or compute by fasttrain.callbacks.bn_relu.reference."
+        )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fasttrain.callbacks.bn_relu import in_triton
+from fasttrain.callbacks.bn_relu.eager import refuse_second_derivative
 from fasttrain.callbacks.bn_relu.pool_kernels import normalize_and_pool_kernel, pooled_input_gradient_kernel
-from fasttrain.errors import OptimizationError
 
 PIXELS, WARPS = 16, 4
 MOST_CHANNELS = 256
@@ -40,11 +40,7 @@ class BatchNormReLUPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Return the gradients of x and of the norm's parameters."""
-        if torch.is_grad_enabled():
-            raise OptimizationError(
-                "bn_relu: a gradient that can be differentiated again was asked for (create_graph=True), and the fused "
-                "backward can't be; undo the fusion, or compute by fasttrain.callbacks.bn_relu.reference."
-            )
+        refuse_second_derivative()
         x, stats, winner, tap = ctx.saved_tensors
         dy, *rest = [g.contiguous(memory_format=torch.channels_last) for g in gradients if g is not None] or [None]
         if dy is None:
