@@ -38,6 +38,15 @@ def is_relu(module: object) -> bool:
     return type(module) is nn.ReLU and why_not_passed_by(module) is None
 
 
+def is_stem_pool(module: object) -> bool:
+    """Whether a module is a residual network's max-pooling, 3 x 3 at stride 2, whose work another may do."""
+    if type(module) is not nn.MaxPool2d or why_not_passed_by(module) is not None:
+        return False
+    sizes = [tuple(v) if isinstance(v, (tuple, list)) else (v, v)
+             for v in (module.kernel_size, module.stride, module.padding, module.dilation)]  # fmt: skip
+    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not module.ceil_mode and not module.return_indices
+
+
 def _traced(parent: nn.Module, firsts: set[str], thens: set[str]) -> Iterator[tuple[str, str]]:
     nodes = nodes_of(parent, ChildrenAreLeaves()) or []
     calls = Counter(node.target for node in nodes if node.op == "call_module")

@@ -12,7 +12,7 @@ from torch import nn
 
 from fasttrain.callbacks.bn_relu.modules import FUSED_BLOCKS, fused_block, fused_norm, fused_stem, is_plain_norm
 from fasttrain.callbacks.norm_sites import NormSites
-from fasttrain.followed_by import followed_by, is_relu
+from fasttrain.followed_by import followed_by, is_relu, is_stem_pool
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
 from fasttrain.surgery import joined, why_not_passed_by
 
@@ -72,20 +72,12 @@ def _with_pool(model: nn.Module, site: PatchSite) -> PatchSite:
         return site
     path, _, relu = site.passed_by[0].rpartition(".")
     parent = model.get_submodule(path)
-    pool = dict(followed_by(parent, is_relu, _is_pool)).get(relu)
+    pool = dict(followed_by(parent, is_relu, is_stem_pool)).get(relu)
     if pool is None:
         return site
     norm = model.get_submodule(site.path)
     plain = nn.Sequential(norm, parent.get_submodule(relu), parent.get_submodule(pool))
     return PatchSite(site.path, plain, partial(fused_stem, norm), (*site.passed_by, joined(path, pool)))
-
-
-def _is_pool(module: nn.Module) -> bool:
-    if type(module) is not nn.MaxPool2d or why_not_passed_by(module) is not None:
-        return False
-    sizes = [value if isinstance(value, tuple) else (value, value)
-             for value in (module.kernel_size, module.stride, module.padding, module.dilation)]  # fmt: skip
-    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not module.ceil_mode and not module.return_indices
 
 
 def _is_site(module: nn.Module) -> bool:

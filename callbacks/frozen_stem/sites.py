@@ -10,7 +10,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from fasttrain.callbacks.folded_norm import Folded, why_not_frozen
 from fasttrain.callbacks.frozen_stem.stem import ROOM, FrozenStem
-from fasttrain.followed_by import followed_by, is_relu
+from fasttrain.followed_by import followed_by, is_relu, is_stem_pool
 from fasttrain.patches import ModulePatches, PatchSite, PatchSurgery
 from fasttrain.surgery import joined, why_not_passed_by, with_state_of
 
@@ -51,7 +51,7 @@ def _in(path: str, parent: nn.Module) -> Iterator[PatchSite]:
         return
     norm_of = dict(followed_by(parent, _is_frozen_conv, _is_frozen_norm))
     relu_of = dict(followed_by(parent, _is_frozen_norm, is_relu))
-    pool_of = dict(followed_by(parent, is_relu, _is_pool))
+    pool_of = dict(followed_by(parent, is_relu, is_stem_pool))
     for conv, norm in norm_of.items():
         names = [conv, norm, relu_of.get(norm, ""), pool_of.get(relu_of.get(norm, ""), "")]
         if all(names):
@@ -83,11 +83,3 @@ def _is_frozen_conv(module: Any) -> bool:
 def _is_frozen_norm(module: nn.Module) -> bool:
     # One in eval mode might be put into training later, and nobody here would learn of it.
     return isinstance(module, FrozenBatchNorm2d) and why_not_frozen(module) is None
-
-
-def _is_pool(module: Any) -> bool:
-    if type(module) is not nn.MaxPool2d or why_not_passed_by(module) is not None:
-        return False
-    sizes = [tuple(v) if isinstance(v, (tuple, list)) else (v, v)
-             for v in (module.kernel_size, module.stride, module.padding, module.dilation)]  # fmt: skip
-    return sizes == [(3, 3), (2, 2), (1, 1), (1, 1)] and not module.ceil_mode and not module.return_indices
